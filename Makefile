@@ -1,0 +1,42 @@
+# Every target makes its own virtual environment with plain pip. Only Python 3.11+ and make are needed.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow check format clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+install: $(VENV)/installed ## install the package into .venv
+
+demo: $(VENV)/installed ## train on handwritten digits with 8 learners, one of them 10 times slower
+	$(BIN)/adp2sgd demo
+
+test: $(VENV)/installed-dev ## run the tests (under 10 minutes)
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/installed-dev ## run the long studies and soak tests too
+	$(BIN)/python -m pytest -m ''
+
+check: $(VENV)/installed-dev ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

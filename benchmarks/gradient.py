@@ -1,0 +1,242 @@
+"""Private gradients against a plain step, and against other ways to take them, in one run on one machine.
+
+    python benchmarks/gradient.py --model resnet18 --batch 32 --device cpu --threads 2 --json
+
+Every engine does a whole step: forward, backward, per-record clipping where it is private, SGD update; no noise.
+Steps are interleaved and each figure is a median over the rounds; `ratio` is the median of the rounds' own ratios to
+the plain step. `peak_mb` is measured in a process of its own: on a GPU the allocator's peak, on CPU the growth of the
+resident set from just before the first step (so without weights, inputs and libraries) to its highest mark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adp2sgd.flat import FlatModel
+from adp2sgd.gradient.choose import build
+from adp2sgd.models import MODELS
+from adp2sgd.task import cross_entropy
+
+Step = Callable[[], object]
+Batch = tuple[Tensor, Tensor]
+
+
+class Transformer(nn.Module):
+    """A small language model: 4 layers of width 256 over 64 tokens of a vocabulary of 4,096."""
+
+    def __init__(self, vocabulary: int = 4096, width: int = 256, layers: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encoder(self.embedding(tokens)))
+        return out
+
+
+def images(batch: int) -> Batch:
+    return torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
+
+
+WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+    "cnn": (lambda: MODELS["cnn"](size=32, channels=3, norm="group"), images),
+    "resnet18": (lambda: MODELS["resnet18"](norm="group"), images),
+    "mobilenetv2": (lambda: MODELS["mobilenet_v2"](norm="group"), images),
+    "lstm": (lambda: MODELS["lstm"](), lambda n: (torch.randn(n, 21, 260), torch.randint(0, 32000, (n, 21)))),
+    "transformer": (Transformer, lambda n: (torch.randint(0, 4096, (n, 64)), torch.randint(0, 4096, (n, 64)))),
+}
+
+
+def plain(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
+    model = FlatModel(module, options.device)
+
+    def step() -> None:
+        model.grad.zero_()
+        with torch.autocast(options.device, torch.bfloat16, enabled=options.bf16):
+            loss = cross_entropy(model.module(batch[0]), batch[1]).mean()
+        loss.backward()
+        model.weights.add_(model.grad, alpha=-1e-3)
+
+    return step
+
+
+def ours(engine: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]:
+    def make(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
+        model = FlatModel(module, options.device)
+        extra = {"autocast": torch.bfloat16} if options.bf16 and engine in ("auto", "book-keeping") else {}
+        taken = build(model, cross_entropy, engine=engine, **extra)
+
+        def step() -> None:
+            model.weights.add_(taken.clipped_sum(*batch, 1.0).total, alpha=-1e-3 / len(batch[0]))
+
+        return step
+
+    return make
+
+
+def opacus(mode: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]:
+    def make(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
+        from opacus import PrivacyEngine
+        from opacus.validators import ModuleValidator
+        from torch.utils.data import DataLoader, TensorDataset
+
+        module = ModuleValidator.fix(module.train()).to(options.device)
+        loader = DataLoader(TensorDataset(*batch), batch_size=len(batch[0]))
+        made = PrivacyEngine().make_private(
+            module=module, optimizer=torch.optim.SGD(module.parameters(), lr=1e-3), data_loader=loader,
+            noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode,
+            criterion=nn.CrossEntropyLoss(),
+        )  # fmt: skip
+        private, optimizer = made[0], made[1]
+        loss = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            with torch.autocast(options.device, torch.bfloat16, enabled=options.bf16):
+                found = loss(private(batch[0]), batch[1])
+            found.backward()
+            optimizer.step()
+
+        return step
+
+    return make
+
+
+ENGINES: dict[str, Callable[[nn.Module, Batch, argparse.Namespace], Step]] = {
+    "plain": plain,
+    "ours": ours("auto"),
+    "opacus-hooks": opacus("hooks"),
+    "opacus-ghost": opacus("ghost"),
+    "opacus-functorch": opacus("functorch"),
+    "opacus-ew": opacus("ew"),
+    "torch.func": ours("functional"),
+    "loop": ours("loop"),
+}
+
+
+def prepare(name: str, options: argparse.Namespace) -> Step:
+    """One engine on its own copy of the model, ready to step; the first step is part of it."""
+    torch.manual_seed(0)
+    module, data = WORKLOADS[options.model]
+    batch = data(options.batch)
+    batch = (batch[0].to(options.device), batch[1].to(options.device))
+    network = copy.deepcopy(module()).to(options.device)
+    if options.channels_last and batch[0].dim() == 4:
+        batch = (batch[0].contiguous(memory_format=torch.channels_last), batch[1])
+    return ENGINES[name](network, batch, options)
+
+
+def seconds(step: Step, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def race(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All engines, a step of each in turn."""
+    steps, rows = {}, []
+    for name in ["plain"] + [e for e in options.engines if e != "plain"]:
+        try:
+            step = prepare(name, options)
+            for _ in range(options.warmup):
+                step()
+            steps[name] = step
+        except Exception as error:
+            rows.append({"engine": name, "skipped": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"})
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(options.rounds):
+        for name, step in steps.items():
+            times[name].append(seconds(step, options.device))
+    for name, taken in times.items():
+        ratio = statistics.median(t / p for t, p in zip(taken, times["plain"], strict=True))
+        row = {"engine": name, "ms": round(1e3 * statistics.median(taken), 2), "ratio": round(ratio, 3)}
+        rows.append(row | {"peak_mb": None if options.no_memory else peak_elsewhere(name, options)})
+    return sorted(rows, key=lambda row: row.get("ms", float("inf")))
+
+
+def peak(name: str, options: argparse.Namespace) -> float:
+    """MiB that two steps need beyond weights and inputs."""
+    step = prepare(name, options)
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(), step()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark starts anew
+    before = resident("VmRSS")
+    step(), step()
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> float:
+    """MiB, from the kernel's account of this process."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) / 1024
+
+
+def peak_elsewhere(name: str, options: argparse.Namespace) -> float | None:
+    given = ["--model", options.model, "--batch", str(options.batch), "--device", options.device, "--peak-of", name]
+    given += ["--threads", str(options.threads)]
+    given += [f"--{flag}" for flag in ("bf16", "tf32", "channels-last") if getattr(options, flag.replace("-", "_"))]
+    done = subprocess.run([sys.executable, str(Path(__file__)), *given], capture_output=True, text=True, check=False)
+    return round(float(done.stdout.split()[-1]), 1) if done.returncode == 0 else None
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=WORKLOADS, default="resnet18")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast, for every engine")
+    parser.add_argument("--tf32", action="store_true", help="TF32 for matrix products too (convolutions have it by default)")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--no-memory", action="store_true", help="skip the memory runs")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--peak-of", choices=ENGINES, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(options.threads)
+    torch.backends.cuda.matmul.allow_tf32 = options.tf32
+    if options.peak_of:
+        print(peak(options.peak_of, options))
+        return
+    rows = race(options)
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} CPU threads"
+    if options.json:
+        print(json.dumps({"model": options.model, "batch": options.batch, "machine": machine, "rows": rows}, indent=1))
+        return
+    print(f"{options.model}, batch {options.batch}, {machine}")
+    for row in rows:
+        figures = f"{row['ms']:10.2f} ms {row['ratio']:7.2f}× {row['peak_mb']} MiB" if "ms" in row else row["skipped"]
+        print(f"{row['engine']:18}{figures}")
+
+
+if __name__ == "__main__":
+    main()

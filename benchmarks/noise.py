@@ -1,0 +1,87 @@
+"""What a normal costs: the keystream's noise beside torch's and numpy's generators, none of which is cryptographic.
+
+    python benchmarks/noise.py [--size 11173962] [--threads 2] [--repeat 5] [--json]
+
+Nanoseconds per normal, best of the repeats, taken in turns in one run; ratios to `torch.randn float32`.
+The default size is a ResNet-18.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from adp2sgd.privacy.noise import NoiseSource
+
+
+def candidates(size: int) -> dict[str, Callable[[], object]]:
+    """Each puts `size` normals into memory, or adds them to a vector that is there."""
+    source, generator = NoiseSource.fresh(), np.random.default_rng()
+    single, double = torch.zeros(size), torch.zeros(size, dtype=torch.float64)
+    return {
+        "NoiseSource.add_normal to float32": lambda: source.add_normal(single, 2.0),
+        "NoiseSource.add_normal to float64": lambda: source.add_normal(double, 2.0),
+        "NoiseSource.normal": lambda: source.normal(size),
+        "torch.randn float32": lambda: torch.randn(size),
+        "torch.randn float64": lambda: torch.randn(size, dtype=torch.float64),
+        "numpy standard_normal float64": lambda: generator.standard_normal(size),
+        "AES-256-CTR keystream alone": lambda: source._words(size),
+        "ChaCha20 keystream alone": chacha20(size),
+    }
+
+
+def chacha20(size: int) -> Callable[[], object]:
+    """8 bytes per normal, as the keystream of `NoiseSource` gives."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+    cipher = Cipher(algorithms.ChaCha20(bytes(32), bytes(16)), None).encryptor()
+    zeros, out = bytes(1 << 19), bytearray((1 << 19) + 64)
+
+    def run() -> None:
+        for _ in range(0, 8 * size, len(zeros)):
+            cipher.update_into(zeros, out)
+
+    return run
+
+
+def measure(size: int, repeat: int) -> dict[str, float]:
+    """Best nanoseconds per normal of each candidate."""
+    best: dict[str, float] = {}
+    functions = candidates(size)
+    for _ in range(repeat):
+        for name, function in functions.items():
+            began = time.perf_counter()
+            function()
+            best[name] = min(best.get(name, float("inf")), (time.perf_counter() - began) / size * 1e9)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=11_173_962)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    best = measure(options.size, options.repeat)
+    base = best["torch.randn float32"]
+    rows = [
+        {"name": name, "ns_per_normal": ns, "seconds": ns * options.size / 1e9, "ratio": ns / base}
+        for name, ns in best.items()
+    ]
+    if options.json:
+        print(json.dumps({"size": options.size, "threads": options.threads, "rows": rows}, indent=2))
+        return
+    print(f"{options.size} normals, {options.threads} threads")
+    for row in rows:
+        print(f"{row['name']:36} {row['ns_per_normal']:7.2f} ns {row['seconds']:7.3f} s {row['ratio']:6.2f} ×")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""A run as data: frozen dataclasses, checked in our own words, read from and written to TOML.
+
+One file serves every engine. Each field has a default; `Config.to_toml()` writes them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from adp2sgd.errors import ConfigError
+
+ALGORITHMS = ("adpsgd", "sync")
+PARTNERS = ("neighbour", "sender-receiver")
+PARTITIONS = ("iid", "dirichlet", "site")
+MODES = ("private", "paper", "none")
+ADJACENCIES = ("add-remove", "replace-one")
+SPEEDS = ("constant", "one-slow", "random-slow", "log-normal", "list")
+
+
+def _require(holds: bool, key: str, value: object, fix: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key} = {_show(value)} is not possible; {fix}")
+
+
+def _one_of(key: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{key} = {_show(value)} is unknown; use one of: {', '.join(known)}")
+
+
+def _show(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """What all parts of a configuration share."""
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology(Section):
+    """Who may talk to whom, and how a learner picks its partner."""
+
+    graph: str = "ring"
+    partner: str = "neighbour"
+    degree: int = 4  # random-regular only
+    edges: tuple[tuple[int, int], ...] = ()  # graph = "edges"
+
+    def __post_init__(self) -> None:
+        _one_of("topology.partner", self.partner, PARTNERS)
+        _require(self.degree >= 1, "topology.degree", self.degree, "use at least 1")
+        if self.edges and self.graph != "edges":
+            object.__setattr__(self, "graph", "edges")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup(Section):
+    """Linear from `from_` (in TOML: from) to `optimizer.lr` over the first `epochs`."""
+
+    epochs: float = 0.0
+    from_: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.epochs >= 0, "optimizer.warmup.epochs", self.epochs, "use 0 or more")
+        _require(self.from_ >= 0, "optimizer.warmup.from", self.from_, "use 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Section):
+    """SGD. The learning rate is a function of global progress in epochs."""
+
+    lr: float = 0.1
+    schedule: tuple[tuple[float, float], ...] = ()  # (from epoch … on, rate)
+    warmup: Warmup = field(default_factory=Warmup)
+    decay: float = 1.0  # factor per epoch after the warm-up
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0 and math.isfinite(self.lr), "optimizer.lr", self.lr, "use a positive number")
+        _require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "use a number in [0, 1)")
+        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "use 0 or more")
+        _require(0 < self.decay <= 1, "optimizer.decay", self.decay, "use a number in (0, 1]")
+        epochs = [epoch for epoch, _ in self.schedule]
+        _require(
+            epochs == sorted(epochs) and all(e >= 0 and lr > 0 for e, lr in self.schedule),
+            "optimizer.schedule",
+            [list(pair) for pair in self.schedule],
+            "list [epoch, rate] pairs in order of epoch, with positive rates",
+        )
+
+    def rate(self, epoch: float) -> float:
+        """The learning rate at a global epoch: steps if `schedule` says so, else warm-up and then geometric decay."""
+        past = [lr for start, lr in self.schedule if epoch >= start]
+        if past:
+            return past[-1]
+        if epoch < self.warmup.epochs:
+            return self.warmup.from_ + (self.lr - self.warmup.from_) * epoch / self.warmup.epochs
+        return self.lr * math.pow(self.decay, epoch - self.warmup.epochs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Section):
+    """How the training records are split among the learners."""
+
+    partition: str = "iid"
+    alpha: float = 0.5  # dirichlet: small = each learner sees few labels
+    sizes: tuple[float, ...] = ()  # iid: relative sizes of the shards, one per learner; equal if empty
+
+    def __post_init__(self) -> None:
+        _one_of("data.partition", self.partition, PARTITIONS)
+        _require(self.alpha > 0, "data.alpha", self.alpha, "use a positive number")
+        _require(all(s > 0 for s in self.sizes), "data.sizes", list(self.sizes), "use positive numbers")
+        if self.sizes and self.partition != "iid":
+            raise ConfigError(
+                f'data.sizes goes with data.partition = "iid", not "{self.partition}"; remove one of them'
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy(Section):
+    """`private`: clipped, noised, accounted. `paper`: the paper's noise, no guarantee. `none`: no noise."""
+
+    mode: str = "none"
+    epsilon: float | None = None
+    noise_multiplier: float | None = None  # noise on the sum, in units of clip_norm (private)
+    sigma: float | None = None  # noise on the unclipped sum, absolute (paper)
+    delta: float | None = None
+    clip_norm: float = 1.0
+    adjacency: str = "add-remove"
+    headroom: float = 1.25  # a learner's cap on steps = its planned steps × headroom, unless epsilon and noise fix it
+
+    def __post_init__(self) -> None:
+        _one_of("privacy.mode", self.mode, MODES)
+        _one_of("privacy.adjacency", self.adjacency, ADJACENCIES)
+        _require(self.clip_norm > 0, "privacy.clip_norm", self.clip_norm, "use a positive number")
+        _require(self.headroom >= 1, "privacy.headroom", self.headroom, "use 1 or more")
+        _require(self.epsilon is None or self.epsilon > 0, "privacy.epsilon", self.epsilon, "use a positive number")
+        _require(self.sigma is None or self.sigma >= 0, "privacy.sigma", self.sigma, "use 0 or more")
+        {"private": self._check_private, "paper": self._check_paper, "none": self._check_none}[self.mode]()
+
+    def _check_private(self) -> None:
+        if self.sigma is not None:
+            raise ConfigError('privacy.sigma belongs to mode = "paper"; in mode = "private" set noise_multiplier')
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ConfigError('privacy.mode = "private" needs privacy.epsilon or privacy.noise_multiplier; set one')
+        if self.noise_multiplier is not None:
+            fix = "no noise gives no guarantee: use a positive number"
+            _require(self.noise_multiplier > 0, "privacy.noise_multiplier", self.noise_multiplier, fix)
+        if self.delta is None:
+            raise ConfigError("privacy.delta is missing; set it well below 1/(records of the smallest learner)")
+        _require(0 < self.delta < 1, "privacy.delta", self.delta, "use a number in (0, 1), below 1/records")
+
+    def _check_paper(self) -> None:
+        if self.sigma is None:
+            raise ConfigError('privacy.mode = "paper" needs privacy.sigma (0 for the paper\'s baseline)')
+        self._refuse("paper", ("epsilon", "delta", "noise_multiplier"))
+
+    def _check_none(self) -> None:
+        self._refuse("none", ("epsilon", "delta", "noise_multiplier", "sigma"))
+
+    def _refuse(self, mode: str, names: Iterable[str]) -> None:
+        for name in names:
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f'privacy.{name} = {getattr(self, name)} means nothing in mode = "{mode}", which gives no '
+                    'guarantee; remove it or set privacy.mode = "private"'
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds(Section):
+    """How long a learner's step takes: virtual seconds in the simulator, injected slowness in real engines."""
+
+    kind: str = "constant"
+    step_s: float = 1.0  # a normal step
+    factor: float = 10.0  # one-slow: the slow learner's; random-slow: the random learner's
+    learner: int = 0  # one-slow: who
+    spread: float = 0.2  # log-normal: standard deviation of the logarithm
+    values: tuple[float, ...] = ()  # list: each learner's factor
+
+    def __post_init__(self) -> None:
+        _one_of("speeds.kind", self.kind, SPEEDS)
+        _require(self.step_s > 0, "speeds.step_s", self.step_s, "use a positive number of seconds")
+        _require(self.factor > 0, "speeds.factor", self.factor, "use a positive number")
+        _require(self.spread >= 0, "speeds.spread", self.spread, "use 0 or more")
+        _require(all(v > 0 for v in self.values), "speeds.values", list(self.values), "use positive numbers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network(Section):
+    """The links of a simulation, all alike."""
+
+    latency_s: float = 0.0
+    bandwidth_bps: float = math.inf
+
+    def __post_init__(self) -> None:
+        _require(self.latency_s >= 0, "network.latency_s", self.latency_s, "use 0 or more seconds")
+        _require(self.bandwidth_bps > 0, "network.bandwidth_bps", self.bandwidth_bps, "use a positive number or inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Section):
+    """One run, for every engine."""
+
+    task: str = "digits/mlp"
+    algorithm: str = "adpsgd"
+    learners: int = 8
+    epochs: float = 20.0  # global: all learners' records together
+    batch_size: int = 32  # expected, per learner
+    seed: int | None = None  # fixes everything, the noise included: for research only
+    total_samples: int | None = None  # sites only: all sites' records together
+    device: str = "auto"
+    evaluate_every: float = 1.0  # epochs
+    checkpoint_every: float = 5.0  # epochs; 0: only when interrupted
+    options: Mapping[str, Any] = field(default_factory=dict)  # passed to the task's function
+    topology: Topology = field(default_factory=Topology)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    data: Data = field(default_factory=Data)
+    privacy: Privacy = field(default_factory=Privacy)
+    speeds: Speeds = field(default_factory=Speeds)
+    network: Network = field(default_factory=Network)
+
+    def __post_init__(self) -> None:
+        _one_of("algorithm", self.algorithm, ALGORITHMS)
+        _require(self.learners >= 1, "learners", self.learners, "use at least 1")
+        _require(0 < self.epochs < math.inf, "epochs", self.epochs, "use a positive number")
+        _require(self.batch_size >= 1, "batch_size", self.batch_size, "use at least 1")
+        _require(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "use a positive number of epochs")
+        _require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "use 0 or more epochs")
+        _require(
+            self.speeds.kind != "one-slow" or 0 <= self.speeds.learner < self.learners,
+            "speeds.learner",
+            self.speeds.learner,
+            f"learners are numbered 0 to {self.learners - 1}",
+        )
+        for key, values in (("speeds.values", self.speeds.values), ("data.sizes", self.data.sizes)):
+            needed = bool(values) or (key == "speeds.values" and self.speeds.kind == "list")
+            fix = f"give {self.learners} numbers, one per learner"
+            _require(not needed or len(values) == self.learners, key, list(values), fix)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, defaults included; fields that are unset (None) are left out, as TOML has no null."""
+        plain: dict[str, Any] = _plain(self)
+        return plain
+
+    def to_toml(self) -> str:
+        import tomli_w
+
+        return tomli_w.dumps(self.to_dict())
+
+    def with_settings(self, settings: Iterable[str]) -> Config:
+        """A copy changed by `a.b=value` settings; values are TOML, and a bare word is a string."""
+        raw = self.to_dict()
+        for setting in settings:
+            key, found, text = setting.partition("=")
+            if not found:
+                raise ConfigError(f'--set {setting} has no "="; write --set a.b=value')
+            _put(raw, key.strip(), _value(text.strip()))
+        return from_dict(raw)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def load(path: str | Path) -> Config:
+    """The configuration in a TOML file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a TOML file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file; give the path of a TOML file") from None
+    return loads(text, str(path))
+
+
+def loads(text: str, name: str = "configuration") -> Config:
+    """The configuration in a TOML text."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name} is not valid TOML: {error}") from None
+    return from_dict(raw)
+
+
+def from_dict(raw: Mapping[str, Any]) -> Config:
+    """The configuration in nested tables, as `tomllib` gives them."""
+    return _section(Config, raw, "")
+
+
+def _section(kind: type[SectionT], raw: Mapping[str, Any], prefix: str) -> SectionT:
+    hints = typing.get_type_hints(kind)
+    known = {f.name.rstrip("_"): f.name for f in dataclasses.fields(kind)}
+    values = {}
+    for key, value in raw.items():
+        if key not in known:
+            raise ConfigError(f"{prefix}{key} = {_show(value)} is an unknown key; known here: {', '.join(known)}")
+        values[known[key]] = _typed(hints[known[key]], value, prefix + key)
+    return kind(**values)
+
+
+def _typed(hint: Any, value: Any, key: str) -> Any:
+    """`value` as `hint`, or an error in our words. Integers serve as floats; nothing else is converted."""
+    if isinstance(hint, type) and issubclass(hint, Section):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key} = {_show(value)} must be a table; write [{key}]")
+        return _section(hint, value, key + ".")
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        return _typed(next(a for a in arguments if a is not types.NoneType), value, key)
+    if origin is tuple and isinstance(value, list | tuple):
+        if arguments[-1] is Ellipsis:
+            return tuple(_typed(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+        if len(value) != len(arguments):
+            raise ConfigError(f"{key} = {list(value)} must hold {len(arguments)} values")
+        return tuple(_typed(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    kind = {tuple: list}.get(origin, origin or hint)
+    matches = isinstance(value, Mapping) if kind is Mapping or origin is Mapping else isinstance(value, kind)
+    if (
+        not matches
+        or (isinstance(value, bool) and kind is not bool)
+        or (isinstance(value, float) and math.isnan(value))
+    ):
+        raise ConfigError(f"{key} = {_show(value)} has the wrong type; it must be {_words(hint)}")
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _words(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: 'a string in "quotes"', bool: "true or false"}
+    if typing.get_origin(hint) is tuple:
+        return "a list"
+    return names.get(hint, "a table")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {name.rstrip("_"): _plain(item) for name, item in fields if item is not None}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(raw: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    table: Any = raw
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {key}: {part} is not a table; see the keys with --help")
+    table[last] = value

@@ -1,0 +1,5 @@
+"""Engines drive the same Learner through virtual or real time."""
+
+from adp2sgd.engine.simulate import simulate
+
+__all__ = ["simulate"]

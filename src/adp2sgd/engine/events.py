@@ -1,0 +1,43 @@
+"""What happens in a simulation, and to whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adp2sgd.exchange.protocol import Exchange, Message
+from adp2sgd.learner import Learner
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """Event: a learner's gradient is ready."""
+
+    learner: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Event: a learner whose budget is spent goes on averaging, at the pace of its steps."""
+
+    learner: int
+
+
+Event = StepEnd | Turn | Message
+
+
+@dataclass
+class Member:
+    """A learner with what the simulator keeps about it. Staleness is counted in global steps."""
+
+    learner: Learner
+    exchange: Exchange
+    turns: int = 0  # steps and averaging-only turns
+    read_at: int = 0  # the global step at which ŵ was read
+    staleness_total: int = 0
+    staleness_max: int = 0
+
+    def note_staleness(self, global_steps: int) -> int:
+        stale = global_steps - self.read_at
+        self.staleness_total += stale
+        self.staleness_max = max(self.staleness_max, stale)
+        return stale

@@ -1,0 +1,344 @@
+"""K learners in one process and virtual time: deterministic from the seed.
+
+ADPSGD is an event heap of `(time, order, event)`: a learner finishes a step, or a message arrives. When a step ends,
+the learner starts its exchange and then descends; with a free network the exchange completes in between, which is
+Algorithm 1 to the letter. SYNC is a loop of rounds, each as long as its slowest learner plus an all-reduce.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adp2sgd.config import Config
+from adp2sgd.engine import checkpoint
+from adp2sgd.engine.evaluate import average, consensus, evaluate
+from adp2sgd.engine.events import Event, Member, StepEnd, Turn
+from adp2sgd.engine.interrupt import Interrupt
+from adp2sgd.engine.setup import Setup, finish, make_learner, prepare
+from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
+from adp2sgd.engine.threads import suited_threads
+from adp2sgd.errors import DivergedError, InterruptedRunError
+from adp2sgd.exchange.protocol import Exchange, Message
+from adp2sgd.record import Folder, LearnerResult, Point, Run
+
+WATCH_EVERY = 32  # steps between looks at the gradient norms, so that a GPU is not made to wait at each
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a progress bar shows."""
+
+    global_steps: int
+    target_steps: int
+    epoch: float
+    seconds: float
+    point: Point | None  # the last evaluation
+
+
+@dataclass
+class Watch:
+    """Steps whose gradient norms have not been looked at yet."""
+
+    steps: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+
+
+def simulate(
+    config: Config,
+    folder: str | Path | None = None,
+    *,
+    resume: bool = False,
+    on_status: Callable[[Status], None] | None = None,
+) -> Run:
+    """Run `config` in virtual time. `folder` keeps the record; without it nothing is left behind.
+
+    `resume` goes on from the folder's last checkpoint: a seeded run ends exactly as if it had not been interrupted.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            return replace(simulate(config, Path(scratch) / "run", on_status=on_status), folder=None)
+    home = Folder.open(folder) if resume else Folder.create(folder, config)
+    saved = checkpoint.read(home) if resume else None
+    kind = Synchronous if config.algorithm == "sync" else Asynchronous
+    simulation = kind(prepare(config, saved.seed if saved else None), home, on_status or (lambda _: None))
+    with closing(simulation), suited_threads(len(simulation.setup.model.weights), config.batch_size):
+        if saved is None:
+            simulation.start()
+        else:
+            checkpoint.restore(simulation, saved)
+        return simulation.run()
+
+
+class Simulation:
+    """What SYNC and ADPSGD share: the clock, the record, evaluation and checkpoints."""
+
+    def __init__(self, setup: Setup, folder: Folder, on_status: Callable[[Status], None]) -> None:
+        self.setup = setup
+        self.folder = folder
+        self.time = 0.0
+        self.order = 0
+        self.global_steps = 0
+        self.heap: list[tuple[float, int, Event]] = []
+        self.curve: list[Point] = []
+        learners = [make_learner(setup, k, folder.learner(k)) for k in range(setup.config.learners)]
+        self.members = [Member(learner, Exchange(learner)) for learner in learners]
+        self._on_status = on_status
+        self._watch = Watch()
+
+    def start(self) -> None:
+        """Everything that happens at time 0."""
+
+    def advance(self) -> None:
+        """Process the next event or round."""
+        raise NotImplementedError
+
+    def run(self) -> Run:
+        """Until the global count is reached or all learners have spent their budgets."""
+        with Interrupt() as interrupt:
+            while self.global_steps < self.setup.target_steps and not self._all_stopped():
+                before = self.global_steps
+                self.advance()
+                if self.global_steps != before:
+                    self._keep_schedule(before)
+                if interrupt.requested:
+                    self.checkpoint()
+                    raise InterruptedRunError(
+                        f"interrupted at epoch {self.setup.epoch(self.global_steps):.2f}; nothing is lost: "
+                        f"go on with --resume {self.folder.path}"
+                    )
+        self.drain()
+        return self._result()
+
+    def close(self) -> None:
+        self.folder.flush()
+        for member in self.members:
+            if member.learner.budget is not None:
+                member.learner.budget.close()
+
+    def drain(self) -> None:
+        """Let exchanges under way complete."""
+
+    def states(self) -> list[Tensor]:
+        return [member.learner.state for member in self.members]
+
+    def checkpoint(self) -> None:
+        self._look()
+        checkpoint.write(self)
+
+    def _step_done(self, member: Member) -> None:
+        """Book-keeping after a learner's update."""
+        learner, stale = member.learner, member.note_staleness(self.global_steps)
+        self.global_steps += 1
+        event = {"step": learner.steps, "global_step": self.global_steps, "seconds": self.time, "staleness": stale}
+        self._watch.steps.append((learner.number, event))
+        self._watch.norms.append(learner.gradient_norm)
+        if len(self._watch.steps) >= WATCH_EVERY:
+            self._look()
+
+    def _look(self) -> None:
+        """Write the pending step events; a norm that is not finite ends the run."""
+        watched, self._watch = self._watch, Watch()
+        if not watched.steps:
+            return
+        for (learner, event), norm in zip(watched.steps, torch.stack(watched.norms).tolist(), strict=True):
+            finite = math.isfinite(norm)
+            self.folder.log(learner, {**event, "gradient_norm": norm if finite else None})
+            if not finite:
+                raise DivergedError(
+                    f"learner {learner} diverged at its step {event['step']}: the gradient is no longer finite; "
+                    f"lower optimizer.lr; what was recorded is in {self.folder.path}"
+                )
+
+    def _keep_schedule(self, before: int) -> None:
+        config = self.setup.config
+        if self._passed(config.evaluate_every, before):
+            self._evaluate()
+        if config.checkpoint_every and self._passed(config.checkpoint_every, before):
+            self.checkpoint()
+        last = self.curve[-1] if self.curve else None
+        epoch = self.setup.epoch(self.global_steps)
+        self._on_status(Status(self.global_steps, self.setup.target_steps, epoch, self.time, last))
+
+    def _passed(self, every_epochs: float, before: int) -> bool:
+        steps = every_epochs * self.setup.steps_per_epoch
+        return before // steps != self.global_steps // steps
+
+    def _evaluate(self) -> Point:
+        self._look()
+        states = self.states()
+        theta = average(states)
+        metrics = evaluate(self.setup.model, self.setup.task, theta)
+        point = Point(
+            global_steps=self.global_steps,
+            epoch=self.setup.epoch(self.global_steps),
+            seconds=self.time,
+            loss=metrics.loss,
+            accuracy=metrics.accuracy,
+            consensus=consensus(states, theta),
+        )
+        self.curve.append(point)
+        return point
+
+    def _all_stopped(self) -> bool:
+        return not any(member.learner.may_step for member in self.members)
+
+    def _result(self) -> Run:
+        self._look()
+        if not self.curve or self.curve[-1].global_steps != self.global_steps:
+            self._evaluate()
+        learners = tuple(self._learner_result(member) for member in self.members)
+        self._save_learners()
+        run = finish(
+            self.setup,
+            [member.learner for member in self.members],
+            learners,
+            tuple(self.curve),
+            theta=average(self.states()),
+            clock="virtual",
+            folder=str(self.folder.path),
+        )
+        self.folder.write_result(run)
+        (self.folder.path / checkpoint.NAME).unlink(missing_ok=True)
+        return run
+
+    def _learner_result(self, member: Member) -> LearnerResult:
+        learner, tally = member.learner, member.exchange.tally
+        metrics = evaluate(self.setup.model, self.setup.task, learner.state)
+        return LearnerResult(
+            learner=learner.number,
+            steps=learner.steps,
+            share=learner.steps / max(1, self.global_steps),
+            staleness_mean=member.staleness_total / max(1, learner.steps),
+            staleness_max=member.staleness_max,
+            exchanges=tally.completed,
+            busy=tally.busy,
+            unconfirmed=tally.unconfirmed,
+            bytes_sent=tally.bytes_sent,
+            loss=metrics.loss,
+            accuracy=metrics.accuracy,
+            **(learner.budget.figures() if learner.budget is not None else {}),
+        )
+
+    def _save_learners(self) -> None:
+        for member in self.members:
+            learner = member.learner
+            tensors = {"weights": learner.weights, "buffers": learner.buffers}
+            if learner.velocity is not None:
+                tensors["velocity"] = learner.velocity
+            name = f"learner-{learner.number}/checkpoint.safetensors"
+            self.folder.save_tensors(name, tensors, {"steps": learner.steps})
+
+
+class Asynchronous(Simulation):
+    """ADPSGD."""
+
+    def start(self) -> None:
+        for member in self.members:
+            self._begin(member)
+
+    def advance(self) -> None:
+        self.time, _, event = heapq.heappop(self.heap)
+        if isinstance(event, Message):
+            self._deliver(event)
+            return
+        member = self.members[event.learner]
+        gradient = member.learner.gradient() if isinstance(event, StepEnd) else None
+        self._exchange(member)
+        if gradient is not None:
+            member.learner.update(gradient)
+            self._step_done(member)
+        member.turns += 1
+        self._begin(member)
+
+    def drain(self) -> None:
+        """Deliver what is under way; nobody starts anything new."""
+        while self.heap:
+            _, _, event = heapq.heappop(self.heap)
+            if isinstance(event, Message):
+                self._deliver(event)
+
+    def _begin(self, member: Member) -> None:
+        learner, config = member.learner, self.setup.config
+        event: Event
+        if learner.may_step:
+            learner.begin()
+            member.read_at = self.global_steps
+            event = StepEnd(learner.number)
+        else:
+            learner.progress.stop()
+            event = Turn(learner.number)
+        duration = step_seconds(config.speeds, config.learners, self.setup.seed, learner.number, member.turns)
+        self._push(duration, event)
+
+    def _exchange(self, member: Member) -> None:
+        number = member.learner.number
+        stream = random.Random(f"{self.setup.seed}/partner/{number}/{member.turns}")
+        partner = self.setup.graph.draw_partner(number, stream)
+        request = None if partner is None else member.exchange.ask(partner)
+        if request is not None:
+            self._send(request)
+
+    def _send(self, message: Message) -> None:
+        delay = message_seconds(self.setup.config.network, message.payload_bytes)
+        if delay:
+            self._push(delay, message)
+        else:
+            self._deliver(message)  # a free network: the exchange is over before the learner descends
+
+    def _deliver(self, message: Message) -> None:
+        reply = self.members[message.receiver].exchange.receive(message)
+        if reply is not None:
+            self._send(reply)
+
+    def _push(self, delay: float, event: Event) -> None:
+        self.order += 1
+        heapq.heappush(self.heap, (self.time + delay, self.order, event))
+
+
+class Synchronous(Simulation):
+    """SYNC: all learners step, then all take the average. One whose budget is spent takes part unchanged."""
+
+    def advance(self) -> None:
+        config, number = self.setup.config, self.order
+        self.order += 1
+        durations = round_seconds(config.speeds, config.learners, self.setup.seed, number)
+        active = [member for member in self.members if member.learner.may_step]
+        state = self.members[0].learner.state
+        payload = state.numel() * state.element_size()
+        self.time += max(durations[member.learner.number] for member in active)
+        self.time += all_reduce_seconds(config.network, config.learners, payload)
+        for member in active:
+            member.learner.begin()
+            member.read_at = self.global_steps
+            member.learner.update(member.learner.gradient())
+            self._step_done_in_round(member)
+        self._all_reduce(payload)
+
+    def _step_done_in_round(self, member: Member) -> None:
+        member.read_at = self.global_steps  # all steps of a round start from the same model: nothing is stale
+        self._step_done(member)
+
+    def _all_reduce(self, payload: int) -> None:
+        """Sum, then divide by K, as the paper's SYNC does; everybody also learns everybody's step count."""
+        mean = self.members[0].learner.state.clone()
+        for member in self.members[1:]:
+            mean += member.learner.state
+        mean /= len(self.members)
+        counts = {}
+        for member in self.members:
+            counts.update({member.learner.progress.own: member.learner.progress.counts()[member.learner.progress.own]})
+        for member in self.members:
+            member.learner.state.copy_(mean)
+            member.learner.progress.merge(counts)
+            member.exchange.tally.completed += 1
+            member.exchange.tally.bytes_sent += 2 * payload * (len(self.members) - 1) // len(self.members)

@@ -1,0 +1,180 @@
+"""Which engine takes a model's gradients, and why."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adp2sgd.errors import ConfigError, PrivacyError
+from adp2sgd.flat import FlatModel
+from adp2sgd.gradient.bookkeeping import BookKeeping
+from adp2sgd.gradient.engine import Clipped, Engine
+from adp2sgd.gradient.functional import Functional
+from adp2sgd.gradient.loop import Loop
+from adp2sgd.gradient.recording import UnsupportedError
+from adp2sgd.task import Loss
+
+PROBE_RECORDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How the gradients of one layer's parameters are taken."""
+
+    layer: str
+    parameters: int
+    rule: str
+    why: str
+
+
+def build(
+    model: FlatModel, loss: Loss, *, engine: str = "auto", copies: int = 1, piece: int | None = None,
+    autocast: torch.dtype | None = None,
+) -> Engine:  # fmt: skip
+    """An engine by name; `auto` takes the fastest that agrees with the loop on the first records it sees.
+
+    `copies`: so many rows in a row are augmented copies of one record. `piece`: records processed at once (by default
+    what fits in half of the free memory; set it where runs must agree to the bit). `autocast`: layers run in this type.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"engine = {engine!r} is unknown; choose one of {', '.join(ENGINES)}")
+    if copies < 1:
+        raise ConfigError(f"copies = {copies} is impossible; give at least 1")
+    options: dict[str, Any] = {"copies": copies}
+    if engine in ("auto", "book-keeping"):
+        options |= {"piece": piece, "autocast": autocast}
+    made: Engine = ENGINES[engine](model, loss, **options)
+    return made
+
+
+class Automatic:
+    """Engine that checks itself: book-keeping, then `torch.func`, then the loop, the first that agrees with the loop.
+
+    The check runs once, on up to three records of the first batch of at least two; smaller batches before it take the
+    loop. So a model that mixes its rows in a way that the rules cannot see never gets a wrong gradient.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self, model: FlatModel, loss: Loss, *, copies: int = 1, piece: int | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.copies, self.piece = model, copies, piece
+        self.bookkeeping = BookKeeping(model, loss, copies=copies, piece=piece, autocast=autocast)
+        self.loop = Loop(model, loss, copies=copies)
+        self.functional = Functional(model, loss, copies=copies)
+        self.chosen: Engine | None = None
+        self.reason = ""
+
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+        """See `Engine.clipped_sum`."""
+        if self.chosen is None:
+            if len(inputs) < 2 * self.copies:
+                return self.loop.clipped_sum(inputs, targets, clip_norm)
+            self.chosen = self.choose(inputs, targets)
+        try:
+            return self.chosen.clipped_sum(inputs, targets, clip_norm)
+        except UnsupportedError as error:
+            self._say(self.loop, str(error))
+            self.chosen = self.loop
+            return self.chosen.clipped_sum(inputs, targets, clip_norm)
+
+    def choose(self, inputs: Tensor, targets: Tensor) -> Engine:
+        """The first engine that agrees with the loop on the first records of this batch."""
+        rows = min(len(inputs), PROBE_RECORDS * self.copies)
+        x, y = inputs[:rows], targets[:rows]
+        with _without_dropout(self.model.module):
+            expected = self.loop.clipped_sum(x, y, float("inf"))
+            for engine in (self.bookkeeping, self.functional):
+                try:
+                    found = engine.clipped_sum(x, y, float("inf"))
+                except PrivacyError:
+                    raise
+                except Exception as error:  # whatever a model does, the loop can take its gradient
+                    self.reason = self.reason or str(error).split("\n")[0]
+                    continue
+                if agree(found, expected, self.tolerance(x.device)):
+                    self._fit(x, y)
+                    return self._say(engine, self.reason) if engine is not self.bookkeeping else engine
+                self.reason = self.reason or "a record's gradient in a batch differs from its gradient alone"
+        return self._say(self.loop, self.reason)
+
+    def tolerance(self, device: torch.device) -> float:
+        """Relative; coarse, since the check is for rows that were mixed up, not for rounding."""
+        return 0.1 if self.bookkeeping.autocast else 1e-2 if device.type == "cuda" else 1e-3
+
+    def _fit(self, x: Tensor, y: Tensor) -> None:
+        if self.piece is None and self.model.slices:
+            recording, _ = self.bookkeeping.record(x, y) if self.reason == "" else (None, None)
+            each = 0 if recording is None else 2 * recording.held * self.copies // len(x)
+            self.bookkeeping.piece = max(1, free_bytes(x.device) // 2 // each) if each else None
+
+    def _say(self, engine: Engine, reason: str) -> Engine:
+        name = type(engine).__name__
+        warnings.warn(f"gradients are taken by the slower {name} engine: {reason}", stacklevel=4)
+        return engine
+
+
+def explain(model: FlatModel, loss: Loss, inputs: Tensor, targets: Tensor, *, copies: int = 1) -> list[Row]:
+    """For each layer the rule that `auto` uses on a batch like this one, and why."""
+    engine = Automatic(model, loss, copies=copies)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chosen = engine.choose(inputs, targets)
+    if chosen is not engine.bookkeeping:
+        sizes = {piece.name: piece.end - piece.start for piece in model.slices}
+        return [Row(layer=name, parameters=n, rule=type(chosen).__name__.lower(), why=engine.reason) for name, n in sizes.items()]
+    recording, _ = engine.bookkeeping.record(inputs, targets)
+    uses = recording.uses
+    return [
+        Row(
+            layer=piece.name,
+            parameters=piece.end - piece.start,
+            rule=uses[piece.name].rule if piece.name in uses else "none",
+            why=uses[piece.name].why if piece.name in uses else "the loss does not depend on it",
+        )
+        for piece in model.slices
+    ]
+
+
+def agree(found: Clipped, expected: Clipped, tolerance: float) -> bool:
+    """Whether sums and norms are equal up to this relative difference."""
+    same_norms = torch.allclose(found.norms, expected.norms, rtol=tolerance, atol=1e-9)
+    size = float(torch.linalg.vector_norm(expected.total)) + 1e-9
+    return same_norms and float(torch.linalg.vector_norm(found.total - expected.total)) <= tolerance * size
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on the device."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + unused)
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return 4 << 30
+    lines = dict(line.split(":") for line in info.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """Random layers are quiet, so that two passes can be compared; BatchNorm is left as it is, to be found out."""
+    modes = [(m, m.training) for m in module.modules()]
+    for m, _ in modes:
+        m.training = m.training and isinstance(m, nn.modules.batchnorm._BatchNorm)
+    try:
+        yield
+    finally:
+        for m, training in modes:
+            m.training = training
+
+
+ENGINES: dict[str, Any] = {"auto": Automatic, "book-keeping": BookKeeping, "functional": Functional, "loop": Loop}

@@ -1,0 +1,173 @@
+"""Per-record gradients of convolutions in any dimension, with groups, stride, dilation and padding.
+
+A stride s splits the padded input into s phases per axis; on a phase, laid out as one padded row after the other, the
+input that meets kernel position k is a slice that starts at a fixed offset. So the gradient at k is one batched matrix
+product of slices, and the Gram matrix of all patches is a sum of shifted blocks of the pixels' Gram matrix: neither
+copies the patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from adp2sgd.gradient.rules import Kept, compare, pad_to
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Arguments of a convolution, one number per spatial axis."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def backward(self, gradient: Tensor, inputs: Tensor, weight: Tensor, *, of_weight: bool) -> Tensor:
+        """The gradient of the weight, or else of the inputs; never both, so that each is computed where it is needed."""
+        out = torch.ops.aten.convolution_backward(
+            gradient, inputs, weight, None, self.stride, self.padding, self.dilation,
+            False, [0] * len(self.kernel), self.groups, [not of_weight, of_weight, False],
+        )  # fmt: skip
+        result: Tensor = out[1] if of_weight else out[0]
+        return result
+
+    def offsets(self, grid: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
+        """For each kernel position its phase, and where its slice begins in a phase of this size."""
+        strides = [prod(grid[i + 1 :]) for i in range(len(grid))]
+        steps = [[k * d for k in range(size)] for size, d in zip(self.kernel, self.dilation, strict=True)]
+        return [
+            (
+                tuple(a % s for a, s in zip(position, self.stride, strict=True)),
+                sum(a // s * step for a, s, step in zip(position, self.stride, strides, strict=True)),
+            )
+            for position in product(*steps)
+        ]
+
+
+class Convolution:
+    """`inputs` [n·fold, c, …], `outputs` (gradients) [n·fold, p, …]: fold images belong to each of n records."""
+
+    def __init__(self, inputs: Tensor, outputs: Tensor, weight: Tensor, geometry: Geometry, records: int) -> None:
+        self.inputs, self.outputs, self.weight, self.geometry, self.n = inputs, outputs, weight, geometry, records
+        self.fold = len(inputs) // records
+        reach = [(k - 1) * d // s for k, d, s in zip(geometry.kernel, geometry.dilation, geometry.stride, strict=True)]
+        self.grid = tuple(size + r for size, r in zip(outputs.shape[2:], reach, strict=True))
+        steps = [prod(self.grid[i + 1 :]) for i in range(len(self.grid))]
+        last = sum((size - 1) * step for size, step in zip(outputs.shape[2:], steps, strict=True))
+        self.length = (self.fold - 1) * prod(self.grid) + last + 1
+        self.held = inputs.numel() * inputs.element_size() + outputs.numel() * outputs.element_size()
+        self.cost = self._cost()
+        self.rule = "ghost" if self.cost["ghost"] < self.cost["per-record"] else "per-record"
+
+    @property
+    def why(self) -> str:
+        return compare(self.cost)
+
+    def _cost(self) -> dict[str, float]:
+        """Multiplications for norm and sum of one record; a moved number counts as `TRAFFIC` of them."""
+        groups, taps = self.geometry.groups, prod(self.geometry.kernel)
+        c, p = self.inputs.shape[1], self.outputs.shape[1] // groups
+        area, phases = self.fold * prod(self.grid), len({phase for phase, _ in self.geometry.offsets(self.grid)})
+        form = (self.length + TRAFFIC) * taps * c * p
+        grams = phases * area**2 * c + self.length**2 * (p + TRAFFIC * taps) * groups
+        plain_sum = self.fold * prod(self.outputs.shape[2:]) * taps * c * p
+        return {"ghost": grams + plain_sum, "per-record": form * REPEAT[self.inputs.device.type]}
+
+    def squares(self) -> Tensor:
+        if self.rule == "per-record":
+            return Kept(self.per_record()).squares()
+        gradient, length = self._flat_outputs(), self.length
+        gram_out = torch.bmm(gradient.transpose(1, 2), gradient)
+        grams: dict[tuple[int, ...], Tensor] = {}
+        gram_in = torch.zeros_like(gram_out)
+        for phase, start in self.geometry.offsets(self.grid):
+            if phase not in grams:
+                pixels = self._flat_inputs(phase)
+                grams[phase] = torch.bmm(pixels.transpose(1, 2), pixels)
+            gram_in += grams[phase][:, start : start + length, start : start + length]
+        return torch.linalg.vecdot(gram_in.flatten(1), gram_out.flatten(1)).view(self.n, -1).sum(1)
+
+    def per_record(self) -> Tensor:
+        if 1 < self.geometry.groups == self.inputs.shape[1]:
+            return self._depthwise()
+        return PER_RECORD[self.inputs.device.type](self)
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        scale = factors.repeat_interleave(self.fold).view(-1, *[1] * (self.outputs.dim() - 1))
+        x, w = self.inputs.to(factors.dtype), self.weight.to(factors.dtype)
+        return self.geometry.backward(self.outputs * scale, x, w, of_weight=True)
+
+    def _one_by_one(self) -> Tensor:
+        """The library's weight gradient once per record: on CPU its blocked kernels beat batched matrix products."""
+        x, g, w = self.inputs.to(self.dtype), self.outputs.to(self.dtype), self.weight.to(self.dtype)
+        out = g.new_empty(self.n, *w.shape)
+        for i in range(self.n):
+            rows = slice(i * self.fold, (i + 1) * self.fold)
+            out[i] = self.geometry.backward(g[rows], x[rows], w, of_weight=True)
+        return out
+
+    def _depthwise(self) -> Tensor:
+        """All records' images side by side as the channels of one image: one depthwise weight gradient gives each."""
+        geometry = replace(self.geometry, groups=len(self.inputs) * self.geometry.groups)
+        x = self.inputs.to(self.dtype).contiguous().view(1, -1, *self.inputs.shape[2:])
+        g = self.outputs.to(self.dtype).contiguous().view(1, -1, *self.outputs.shape[2:])
+        w = self.weight.to(self.dtype).repeat(len(self.inputs), *[1] * (self.weight.dim() - 1))
+        out = geometry.backward(g, x, w, of_weight=True)
+        return out.view(self.n, self.fold, *self.weight.shape).sum(1)
+
+    def _shifts(self) -> Tensor:
+        """One batched matrix product for each kernel position, of slices that are not copied."""
+        return self._join([torch.bmm(self._flat_outputs(), x.transpose(1, 2)) for x in self._slices()])
+
+    def _patches(self) -> Tensor:
+        """One batched matrix product with all slices, copied one after the other."""
+        slices = torch.cat(list(self._slices()), 1)
+        products = torch.bmm(self._flat_outputs(), slices.transpose(1, 2))
+        return self._join(list(products.chunk(prod(self.geometry.kernel), 2)))
+
+    def _slices(self) -> Iterator[Tensor]:
+        phases: dict[tuple[int, ...], Tensor] = {}
+        for phase, start in self.geometry.offsets(self.grid):
+            if phase not in phases:
+                phases[phase] = self._flat_inputs(phase)
+            yield phases[phase][:, :, start : start + self.length]
+
+    def _join(self, taps: list[Tensor]) -> Tensor:
+        return torch.stack(taps, -1).view(self.n, *self.weight.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.inputs.dtype == torch.float64 else torch.float32
+
+    def _flat_outputs(self) -> Tensor:
+        """[n·groups, p/groups, length]: gradients on the grid of a phase, zero where no output lies."""
+        return self._rows(pad_to(self.outputs.to(self.dtype), *self.grid))[..., : self.length]
+
+    def _flat_inputs(self, phase: tuple[int, ...]) -> Tensor:
+        """[n·groups, c/groups, fold·area of a phase]."""
+        x = self.inputs.to(self.dtype)
+        x = F.pad(x, [a for p in reversed(self.geometry.padding) for a in (p, 0)])
+        x = pad_to(x, *(g * s for g, s in zip(self.grid, self.geometry.stride, strict=True)))
+        steps = (slice(f, None, s) for f, s in zip(phase, self.geometry.stride, strict=True))
+        return self._rows(x[(slice(None), slice(None), *steps)])
+
+    def _rows(self, images: Tensor) -> Tensor:
+        groups, channels = self.geometry.groups, images.shape[1] // self.geometry.groups
+        split = images.reshape(self.n, self.fold, groups, channels, -1)
+        if self.fold == 1:
+            return split.view(self.n * groups, channels, -1)
+        return split.permute(0, 2, 3, 1, 4).reshape(self.n * groups, channels, -1)
+
+
+TRAFFIC = 30
+PER_RECORD = {"cpu": Convolution._one_by_one, "cuda": Convolution._shifts}
+REPEAT = {"cpu": 1.5, "cuda": 2.0}
+"""How much longer the per-record gradients take than the plain weight gradient of the same layer, measured."""

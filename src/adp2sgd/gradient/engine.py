@@ -1,0 +1,29 @@
+"""The contract of a per-sample-clipping engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Clipped:
+    """`total`: the sum of the clipped per-record gradients, laid out like `FlatModel.weights`, float32.
+    `norms`: each record's L2 norm over all parameters, before clipping; infinite where the gradient is not finite."""
+
+    total: Tensor
+    norms: Tensor
+
+
+class Engine(Protocol):
+    """Built once for a `FlatModel` and a per-record loss; reads the model's current weights at each call."""
+
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+        """Guarantee: adding or removing one record moves `total` by at most `clip_norm` in L2 norm.
+
+        A record whose gradient is not finite contributes zero. An empty batch gives zero. The model's `grad` vector
+        is left untouched.
+        """
+        ...

@@ -1,0 +1,58 @@
+"""Per-record gradients by `torch.func`: for any module that vmap understands, in chunks that bound the memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from adp2sgd.flat import FlatModel
+from adp2sgd.gradient.clip import clip_factors, finite_or_infinite
+from adp2sgd.gradient.engine import Clipped
+from adp2sgd.task import Loss
+
+CHUNK_BYTES = 1 << 30
+
+
+class Functional:
+    """Engine that materializes the gradients of `chunk` records at a time (chosen for about 1 GiB by default)."""
+
+    name = "functional"
+
+    def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1, chunk: int | None = None) -> None:
+        self.model, self.loss, self.copies = model, loss, copies
+        size = model.weights.numel() * model.weights.element_size()
+        self.chunk = chunk or max(1, CHUNK_BYTES // max(1, 3 * size))
+
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+        """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
+        total = torch.zeros_like(self.model.weights)
+        norms = [total.new_zeros(0)]
+        rows = self.chunk * self.copies
+        for start in range(0, len(inputs), rows):
+            gradients = self._gradients(inputs[start : start + rows], targets[start : start + rows])
+            squares = sum((g.reshape(len(g), -1).square().sum(1) for g in gradients.values()), total.new_zeros(1))
+            norms.append(finite_or_infinite(squares))
+            factors = clip_factors(norms[-1], clip_norm)
+            views = self.model.named_views(total)
+            for name, gradient in gradients.items():
+                safe = torch.where(_along(factors, gradient) > 0, gradient, torch.zeros_like(gradient))
+                views[name].add_(torch.tensordot(factors, safe, dims=1))
+        return Clipped(total, torch.cat(norms))
+
+    def _gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        module = self.model.module
+        trained = {piece.name for piece in self.model.slices}
+        parameters = {k: v.detach() for k, v in module.named_parameters() if k in trained}
+        frozen = {k: v.detach() for k, v in module.named_parameters() if k not in trained} | dict(module.named_buffers())
+
+        def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return self.loss(functional_call(module, (parameters, frozen), (x,)), y).mean()
+
+        x = inputs.unflatten(0, (-1, self.copies))
+        y = targets.unflatten(0, (-1, self.copies))
+        return vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(parameters, x, y)
+
+
+def _along(factors: Tensor, like: Tensor) -> Tensor:
+    return factors.view(-1, *[1] * (like.dim() - 1))

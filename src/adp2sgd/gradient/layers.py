@@ -1,0 +1,168 @@
+"""Layers whose backward pass hands (input, output gradient) to the record instead of forming a weight gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from adp2sgd.gradient import rules
+from adp2sgd.gradient.convolution import Convolution, Geometry
+
+Emit = Callable[[rules.Use], None]
+"""Takes the use of one parameter; None where the parameter is absent or not trained."""
+
+
+class Layer(Protocol):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The output, and further tensors that `backward` needs."""
+        ...
+
+    def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
+        """Emit the uses of the parameters; return the gradient of the input where it is wanted."""
+        ...
+
+
+class Tap(torch.autograd.Function):
+    """Runs a layer. `token` requires a gradient, so that the backward pass reaches layers whose input needs none."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, token: Tensor, x: Tensor) -> Tensor:
+        y, *extra = layer.forward(x)
+        ctx.layer = layer
+        ctx.save_for_backward(x, *extra)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None]:  # type: ignore[override]
+        return None, None, ctx.layer.backward(gradient, ctx.saved_tensors, ctx.needs_input_grad[2])
+
+
+class LinearLayer:
+    """y = x wᵀ + b over the last axis of x [rows, …, d]; rows belong to `n` records, one after the other."""
+
+    def __init__(self, n: int, weight: Tensor, bias: Tensor | None, emit: Emit | None, emit_bias: Emit | None) -> None:
+        self.n, self.weight, self.bias, self.emit, self.emit_bias = n, weight, bias, emit, emit_bias
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (F.linear(x, self.weight, self.bias),)
+
+    def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
+        (x,) = saved
+        outputs = gradient.reshape(self.n, -1, gradient.shape[-1])
+        if self.emit:
+            self.emit(rules.Linear(x.reshape(self.n, -1, x.shape[-1]), outputs))
+        if self.emit_bias:
+            self.emit_bias(rules.Kept(outputs.sum(1, dtype=wide(outputs))))
+        return gradient @ self.weight if of_input else None
+
+
+class ConvolutionLayer:
+    """Convolution over any number of spatial axes."""
+
+    def __init__(
+        self, n: int, weight: Tensor, bias: Tensor | None, geometry: Geometry, emit: Emit | None, emit_bias: Emit | None
+    ) -> None:
+        self.n, self.weight, self.bias, self.geometry = n, weight, bias, geometry
+        self.emit, self.emit_bias = emit, emit_bias
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        g = self.geometry
+        axes = len(g.kernel)
+        return (
+            torch.convolution(
+                x, self.weight, self.bias, g.stride, g.padding, g.dilation, False, [0] * axes, g.groups
+            ),
+        )
+
+    def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
+        (x,) = saved
+        if self.emit:
+            self.emit(Convolution(x, gradient, self.weight, self.geometry, self.n))
+        if self.emit_bias:
+            sums = gradient.flatten(2).sum(2, dtype=wide(gradient))
+            self.emit_bias(rules.Kept(sums.view(self.n, -1, sums.shape[1]).sum(1)))
+        return self.geometry.backward(gradient, x, self.weight, of_weight=False) if of_input else None
+
+
+class GroupNormLayer:
+    """All records' channels side by side as the channels of one image: the fused backward pass then gives each
+    record's gradient of the scale and shift, at the price of the plain one."""
+
+    def __init__(
+        self, n: int, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, emits: list[Emit | None]
+    ) -> None:
+        self.n, self.groups, self.weight, self.bias, self.eps, self.emits = n, groups, weight, bias, eps, emits
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        rows, channels, area = len(x), x.shape[1], prod(x.shape[2:])
+        out = torch.native_group_norm(
+            x.contiguous(), self.weight, self.bias, rows, channels, area, self.groups, self.eps
+        )
+        return tuple(out)
+
+    def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
+        x, mean, rstd = saved
+        rows, channels, area = len(x), x.shape[1], prod(x.shape[2:])
+        scale = None if self.weight is None else self.weight.repeat(rows)
+        found = torch.ops.aten.native_group_norm_backward(
+            gradient.contiguous(), x.contiguous(), mean.view(1, -1), rstd.view(1, -1), scale,
+            1, rows * channels, area, rows * self.groups, [of_input, True, True],
+        )  # fmt: skip
+        for emit, gradients in zip(self.emits, found[1:], strict=True):
+            if emit:
+                emit(rules.Kept(gradients.view(self.n, -1, channels).sum(1)))
+        return found[0] if of_input else None
+
+
+class LayerNormLayer:
+    """Normalization over the last axes."""
+
+    def __init__(
+        self, n: int, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, emits: list[Emit | None]
+    ) -> None:
+        self.n, self.shape, self.weight, self.bias, self.eps, self.emits = n, shape, weight, bias, eps, emits
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.native_layer_norm(x, self.shape, self.weight, self.bias, self.eps))
+
+    def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
+        x, mean, rstd = saved
+        by_record = (self.n, -1, *self.shape)
+        if self.emits[0]:
+            self.emits[0](rules.Kept((gradient * ((x - mean) * rstd)).reshape(by_record).sum(1)))
+        if self.emits[1]:
+            self.emits[1](rules.Kept(gradient.reshape(by_record).sum(1)))
+        if not of_input:
+            return None
+        found = torch.ops.aten.native_layer_norm_backward(
+            gradient, x, self.shape, mean, rstd, self.weight, self.bias, [True, False, False]
+        )
+        result: Tensor = found[0]
+        return result
+
+
+class EmbeddingLayer:
+    """Rows of a table, looked up by token."""
+
+    def __init__(self, n: int, weight: Tensor, padding: int | None, emit: Emit) -> None:
+        self.n, self.weight, self.padding, self.emit = n, weight, padding, emit
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (F.embedding(x, self.weight),)
+
+    def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> None:
+        tokens = saved[0].reshape(self.n, -1)
+        if self.padding is not None:
+            tokens = tokens.masked_fill(tokens == self.padding, -1)
+        outputs = gradient.reshape(self.n, -1, gradient.shape[-1])
+        self.emit(rules.Embedding(tokens, outputs, len(self.weight)))
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """The type in which sums are taken."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

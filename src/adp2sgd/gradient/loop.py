@@ -1,0 +1,42 @@
+"""One record at a time: the reference that the other engines are checked against, and the last fallback."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adp2sgd.flat import FlatModel
+from adp2sgd.gradient.clip import clip_factors
+from adp2sgd.gradient.engine import Clipped
+from adp2sgd.task import Loss
+
+
+class Loop:
+    """Engine that runs the model on each record alone, so nothing can couple records. Any dtype, any module."""
+
+    name = "loop"
+
+    def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1) -> None:
+        self.model, self.loss, self.copies = model, loss, copies
+
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+        """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
+        total = torch.zeros_like(self.model.weights)
+        norms = []
+        for x, y in zip(inputs.split(self.copies), targets.split(self.copies), strict=True):
+            gradient = self.gradient(x, y)
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            norms.append(norm.where(torch.isfinite(norm), torch.full_like(norm, float("inf"))))
+            if torch.isfinite(norm):
+                total.add_(gradient * clip_factors(norm, clip_norm).to(gradient.dtype))
+        return Clipped(total, torch.stack(norms).to(total.dtype) if norms else total.new_zeros(0))
+
+    def gradient(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The gradient of the mean loss over these rows, laid out like the model's weights."""
+        named = dict(self.model.module.named_parameters())
+        parameters = [named[piece.name] for piece in self.model.slices]
+        with torch.enable_grad():
+            loss = self.loss(self.model.module(inputs), targets).mean()
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+        return torch.cat([g.reshape(-1) for g in flat])

@@ -1,0 +1,215 @@
+"""What each use of a parameter knows: its per-record gradients, their squared norms, and their weighted sum.
+
+A rule holds a layer's input and the gradient at its output. The squared norm of a record's gradient comes from the
+gradient itself ("per-record") or from Gram matrices that never form it ("ghost"), whichever costs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+KEEP_BYTES = 1 << 28
+"""Per-record gradients of one layer are held until the clip factors are known only if they are smaller than this."""
+
+
+class Use(Protocol):
+    """One use of a parameter in a forward pass. `n` records; every method returns float32 (float64 for such models)."""
+
+    rule: str
+    held: int  # bytes
+
+    @property
+    def why(self) -> str: ...
+
+    def squares(self) -> Tensor:
+        """[n]: the squared norm of each record's gradient."""
+        ...
+
+    def per_record(self) -> Tensor:
+        """[n, *parameter.shape]: each record's gradient."""
+        ...
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        """parameter.shape: the sum of the records' gradients, each times its factor."""
+        ...
+
+
+class Kept:
+    """The per-record gradients themselves: small ones, and those of parameters used in ways without a rule."""
+
+    def __init__(self, gradients: Tensor, rule: str = "per-record") -> None:
+        self.gradients, self.rule = gradients, rule
+        self.held = gradients.numel() * gradients.element_size()
+
+    @property
+    def why(self) -> str:
+        return f"{self.held / max(1, len(self.gradients)) / 1024:.0f} KiB for each record"
+
+    def squares(self) -> Tensor:
+        return torch.linalg.vector_norm(self.gradients.reshape(len(self.gradients), -1), dim=1).square()
+
+    def per_record(self) -> Tensor:
+        return self.gradients
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        gradients = self.gradients.reshape(len(self.gradients), -1)
+        return torch.mv(gradients.t(), factors.to(gradients.dtype)).view(self.gradients.shape[1:])
+
+
+class Linear:
+    """weight [p, d] applied to d-vectors: `inputs` [n, t, d], `outputs` (gradients) [n, t, p]."""
+
+    def __init__(self, inputs: Tensor, outputs: Tensor) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        t, d, p = inputs.shape[1], inputs.shape[2], outputs.shape[2]
+        self.cost = {"ghost": t * t * (d + p), "per-record": t * d * p}
+        self.rule = "ghost" if self.cost["ghost"] < self.cost["per-record"] else "per-record"
+        self.held = inputs.numel() * inputs.element_size() + outputs.numel() * outputs.element_size()
+
+    @property
+    def why(self) -> str:
+        return compare(self.cost)
+
+    def squares(self) -> Tensor:
+        x, g = _wide(self.inputs), _wide(self.outputs)
+        if x.shape[1] == 1:
+            return x.square().sum((1, 2)) * g.square().sum((1, 2))
+        if self.rule == "ghost":
+            return (torch.bmm(x, x.transpose(1, 2)) * torch.bmm(g, g.transpose(1, 2))).sum((1, 2))
+        return Kept(self.per_record()).squares()
+
+    def per_record(self) -> Tensor:
+        return torch.bmm(_wide(self.outputs).transpose(1, 2), _wide(self.inputs))
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        scaled = _wide(self.outputs) * factors[:, None, None]
+        return scaled.flatten(0, 1).t() @ _wide(self.inputs).flatten(0, 1)
+
+    def joined(self, other: Linear) -> Linear:
+        """Both uses of one weight as one: records' gradients add up along t."""
+        return Linear(torch.cat([self.inputs, other.inputs], 1), torch.cat([self.outputs, other.outputs], 1))
+
+
+class Embedding:
+    """weight [vocabulary, d]: `tokens` [n, t] (those without a gradient are −1), `outputs` (gradients) [n, t, d]."""
+
+    rule = "ghost"
+
+    def __init__(self, tokens: Tensor, outputs: Tensor, vocabulary: int) -> None:
+        self.tokens, self.outputs, self.vocabulary = tokens, outputs, vocabulary
+        self.held = outputs.numel() * outputs.element_size() + tokens.numel() * tokens.element_size()
+
+    @property
+    def why(self) -> str:
+        return f"only {self.tokens.shape[1]} of {self.vocabulary} rows are read"
+
+    def squares(self) -> Tensor:
+        g = _wide(self.outputs)
+        same = self.tokens[:, :, None] == self.tokens[:, None, :]
+        return (torch.bmm(g, g.transpose(1, 2)) * (same & (self.tokens >= 0)[:, :, None])).sum((1, 2))
+
+    def per_record(self) -> Tensor:
+        n, t, d = self.outputs.shape
+        rows = (self.tokens + torch.arange(n, device=self.tokens.device)[:, None] * self.vocabulary).flatten()
+        out = self.outputs.new_zeros(n * self.vocabulary, d, dtype=_wide(self.outputs).dtype)
+        return self._scatter(out, rows, torch.ones_like(out[:, 0][:n])).view(n, self.vocabulary, d)
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        out = self.outputs.new_zeros(self.vocabulary, self.outputs.shape[2], dtype=factors.dtype)
+        return self._scatter(out, self.tokens.flatten(), factors)
+
+    def _scatter(self, out: Tensor, rows: Tensor, factors: Tensor) -> Tensor:
+        scaled = _wide(self.outputs) * (factors[:, None] * (self.tokens >= 0))[:, :, None]
+        return out.index_add_(0, rows.clamp(min=0), scaled.flatten(0, 1).to(out.dtype))
+
+    def cross(self, head: Linear) -> Tensor:
+        """[n]: inner product of a record's gradients of this table and of a Linear layer with the same weight."""
+        picked = _wide(head.outputs).transpose(1, 2)  # [n, vocabulary, s]
+        rows = self.tokens.clamp(min=0)[:, :, None].expand(-1, -1, picked.shape[2])
+        picked = picked.gather(1, rows) * (self.tokens >= 0)[:, :, None]
+        return (torch.bmm(_wide(self.outputs), _wide(head.inputs).transpose(1, 2)) * picked).sum((1, 2))
+
+
+class Tied:
+    """An embedding table that is also the weight of a Linear layer: neither gradient is formed per record."""
+
+    rule = "ghost, with cross terms"
+
+    def __init__(self, table: Embedding, head: Linear) -> None:
+        self.table, self.head, self.held = table, head, table.held + head.held
+
+    @property
+    def why(self) -> str:
+        return f"one table as embedding and as output layer; {self.table.why}"
+
+    def squares(self) -> Tensor:
+        return self.table.squares() + self.head.squares() + 2 * self.table.cross(self.head)
+
+    def per_record(self) -> Tensor:
+        return self.table.per_record() + self.head.per_record()
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        return self.table.weighted(factors) + self.head.weighted(factors)
+
+
+class Derived:
+    """A use of a tensor that is computed from a parameter; `pull` leads gradients [n, …] back to the parameter."""
+
+    rule = "per-record"
+    why = "the layer's weight is computed from the parameter"
+
+    def __init__(self, use: Use, pull: Callable[[Tensor], Tensor]) -> None:
+        self.use, self.pull, self.held = use, pull, use.held
+
+    def squares(self) -> Tensor:
+        return Kept(self.per_record()).squares()
+
+    def per_record(self) -> Tensor:
+        return self.pull(self.use.per_record())
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        return self.pull(self.use.weighted(factors)[None])[0]
+
+
+def settle(use: Use, keep_bytes: int = KEEP_BYTES) -> tuple[Tensor, Use]:
+    """The squared norms, and what to hold for the sum: the per-record gradients if formed and small, else the use."""
+    if use.rule != "per-record" or isinstance(use, Kept):
+        return use.squares(), use
+    kept = Kept(use.per_record())
+    return kept.squares(), (kept if kept.held <= max(keep_bytes, use.held) else use)
+
+
+def merge(uses: list[Use]) -> Use:
+    """All uses of one parameter as one use, so that their gradients are added before the norm is taken."""
+    linear = [use for use in uses if isinstance(use, Linear)]
+    tables = [use for use in uses if isinstance(use, Embedding)]
+    if len(linear) + len(tables) < len(uses) or len(tables) > 1:
+        total = uses[0].per_record().clone()
+        for use in uses[1:]:
+            total += use.per_record()
+        return Kept(total, "per-record, added")
+    head = linear[0]
+    for other in linear[1:]:
+        head = head.joined(other)
+    return Tied(tables[0], head) if tables else head
+
+
+def compare(cost: dict[str, float]) -> str:
+    """The costs of the rules in words."""
+    return ", ".join(f"{name} {value / 1e6:.3g} M" for name, value in cost.items()) + " multiplications for each record"
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Half precision is widened exactly: norm and sum are of the same values."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def pad_to(tensor: Tensor, *sizes: int) -> Tensor:
+    """Zeros after the last dimensions (or a cut of them) so that they have these sizes."""
+    amounts = [a for size, have in zip(sizes, tensor.shape[-len(sizes) :], strict=True) for a in (size - have, 0)]
+    return F.pad(tensor, amounts[::-1])

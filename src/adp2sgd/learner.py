@@ -1,0 +1,146 @@
+"""THE ALGORITHM, once: what one learner does. No clock, no sockets, no processes; engines drive it.
+
+One step of Algorithm 1 at learner k, in the paper's order:
+
+    learner.begin()                 read ŵ, a snapshot of the own model, and draw a batch
+    g = learner.gradient()          the (privatized) mean gradient at ŵ; meanwhile others may mix with this learner
+    learner.mix(mine, theirs)       average with a partner: add (theirs − mine)/2, once per completed exchange
+    learner.update(g)               descend with the possibly stale gradient
+
+A partner's snapshot may arrive at any time between these steps, so `mix` adds a difference of two snapshots instead
+of overwriting: both sides then change by exactly opposite amounts, whatever updates ran meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from adp2sgd import config
+from adp2sgd.data.batches import Batches
+from adp2sgd.data.records import Records
+from adp2sgd.flat import FlatModel
+from adp2sgd.gradient.privatize import Gradient, GradientStep
+from adp2sgd.privacy.budget import Budget
+from adp2sgd.privacy.streams import Streams
+from adp2sgd.progress import Progress
+from adp2sgd.task import Task
+
+
+class Learner:
+    """One worker of the paper: its model, its records, its noise, its budget.
+
+    `state` is the vector that travels: the weights, then (outside private mode) the float buffers. `model` is only a
+    place to compute at: it may be shared by the learners of one process, since each step loads ŵ into it.
+    A mutex covers single vector operations, so that an exchange thread may mix while a training thread computes.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        task: Task,
+        model: FlatModel,
+        records: Records,
+        batches: Batches,
+        gradient_step: GradientStep,
+        optimizer: config.Optimizer,
+        progress: Progress,
+        steps_per_epoch: float,
+        streams: Streams,
+        budget: Budget | None = None,
+    ) -> None:
+        self.number = number
+        self.progress = progress
+        self.budget = budget
+        self.steps = 0
+        self.state = torch.cat([model.weights, model.buffers])
+        self.read = self.state.clone()  # ŵ
+        self.rows = torch.empty(0, dtype=torch.int64)  # the batch of the step under way
+        self.weights = self.state[: len(model.weights)]
+        self.buffers = self.state[len(model.weights) :]
+        self.velocity = torch.zeros_like(self.weights) if optimizer.momentum else None
+        self.gradient_norm = torch.zeros(())  # of the last gradient, after the noise; stays at the learner
+        self._task = task
+        self._model = model
+        self._records = records
+        self._batches = batches
+        self._gradient_step = gradient_step
+        self._optimizer = optimizer
+        self._steps_per_epoch = steps_per_epoch
+        self._streams = streams
+        self._mutex = threading.Lock()
+
+    @property
+    def may_step(self) -> bool:
+        """False once the privacy budget allows no further step; the learner then goes on averaging."""
+        return self.budget is None or not self.budget.exhausted
+
+    @property
+    def noise_source(self) -> str:
+        """Where batches and noise come from, in words."""
+        return self._streams("noise", 0).name
+
+    @property
+    def epoch(self) -> float:
+        """Global progress in epochs, as far as this learner has heard."""
+        return self.progress.total / self._steps_per_epoch
+
+    def begin(self) -> None:
+        """Read ŵ and draw the rows of this step's batch."""
+        with self._mutex:
+            self.read.copy_(self.state)
+        self.rows = self._batches.draw(self.steps)
+
+    def resume_at(self, step: int) -> None:
+        """Go on after `step` own steps, with ŵ as restored from a checkpoint."""
+        self.steps = step
+        self.rows = self._batches.draw(step)
+
+    def gradient(self) -> Gradient:
+        """The mean gradient at ŵ over a fresh batch, privatized in private mode; charged to the budget first."""
+        if self.budget is not None:
+            self.budget.draw()
+        self._model.weights.copy_(self.read[: len(self.weights)])
+        self._model.buffers.copy_(self.read[len(self.weights) :])
+        inputs, targets = self._batch()
+        return self._gradient_step(
+            self._model, inputs, targets, self._batches.expected, self._streams("noise", self.steps)
+        )
+
+    def snapshot(self, out: Tensor | None = None) -> Tensor:
+        """A copy of the state to send, in `out` if given."""
+        with self._mutex:
+            return self.state.clone() if out is None else out.copy_(self.state)
+
+    def mix(self, mine: Tensor, theirs: Tensor) -> None:
+        """This learner's half of an exchange of the snapshots `mine` and `theirs`: add (theirs − mine)/2."""
+        change = (theirs - mine).mul_(0.5)
+        with self._mutex:
+            self.state.add_(change)
+
+    def update(self, gradient: Gradient) -> None:
+        """Descend: SGD with weight decay and momentum. All of it comes after the noise, so it costs no privacy."""
+        step = gradient.vector
+        self.gradient_norm = torch.linalg.vector_norm(step)
+        rate = self._optimizer.rate(self.epoch)
+        with self._mutex:
+            if self._optimizer.weight_decay:
+                step = step.add(self.weights, alpha=self._optimizer.weight_decay)
+            if self.velocity is not None:
+                step = self.velocity.mul_(self._optimizer.momentum).add_(step)
+            self.weights.add_(step, alpha=-rate)
+            if gradient.buffers is not None:
+                self.buffers.add_(gradient.buffers)
+        self.steps += 1
+        self.progress.advance()
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        rows = self.rows.to(self._records.targets.device)
+        inputs = self._task.prepare(self._records.inputs[rows]).to(self._model.device)
+        if self._task.augment is not None and len(rows):
+            generator = self._streams("augment", self.steps).torch_generator(self._model.device)
+            inputs = self._task.augment(inputs, generator)
+        return inputs, self._records.targets[rows].to(self._model.device)

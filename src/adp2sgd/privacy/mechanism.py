@@ -1,0 +1,102 @@
+"""Mechanisms as data, and the guarantee that an accountant derives from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from adp2sgd.errors import PrivacyError
+
+POISSON = "poisson"
+THREAT_MODEL = (
+    "any neighbour, even all of them together, even malicious, who sees every model that the learner sends "
+    "and knows when it trains"
+)
+
+
+@dataclass(frozen=True)
+class SampledGaussian:
+    """One private step: draw a batch, add N(0, (noise_multiplier · clip)²) to the sum of clipped gradients.
+
+    `sample_rate` is each record's chance to be in the batch, fixed and public. Only the "poisson" sampler amplifies
+    privacy; any other is accounted as if every record took part in every step.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    sampler: str = POISSON
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier > 0):
+            raise PrivacyError(
+                f"noise_multiplier = {self.noise_multiplier} gives no guarantee; use a finite value above 0, such as 1.0"
+            )
+        if not 0 < self.sample_rate <= 1:
+            raise PrivacyError(
+                f"sample_rate = {self.sample_rate} is no probability in (0, 1]; it is the expected batch over the "
+                "learner's own shard, so lower batch_size or use fewer learners"
+            )
+
+    @property
+    def accounted_rate(self) -> float:
+        """The rate that the accountant may use: 1 unless batches are Poisson samples."""
+        return self.sample_rate if self.sampler == POISSON else 1.0
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Mechanisms run on the same records, each `count` times: `Composed(((mechanism, count), …))`."""
+
+    parts: tuple[tuple[SampledGaussian, int], ...]
+
+    def __post_init__(self) -> None:
+        for mechanism, count in self.parts:
+            if not isinstance(mechanism, SampledGaussian):
+                raise PrivacyError(f"{mechanism!r} cannot be accounted; only SampledGaussian can")
+            if count < 0:
+                raise PrivacyError(f"count = {count} is negative; use how often the mechanism ran")
+
+
+Mechanism = SampledGaussian | Composed
+
+
+def with_count(noise_multiplier: float, count_noise: float) -> float:
+    """Noise multiplier of one Gaussian equal to a noised sum and a noised count taken from the same batch.
+
+    Adaptive clipping releases both: the sum with `noise_multiplier`, and how many norms lie under the bound (each
+    record adds ±1/2) with standard deviation `count_noise`. Accounting them as two events would amplify twice.
+    """
+    for name, value in (("noise_multiplier", noise_multiplier), ("count_noise", count_noise)):
+        if not value > 0:
+            raise PrivacyError(f"{name} = {value} gives no guarantee; use a value above 0")
+    return float((noise_multiplier**-2 + (2 * count_noise) ** -2) ** -0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """What one learner's data are promised: (`epsilon`, `delta`) at the cap `max_steps`, for one `unit` of data.
+
+    `epsilon_spent` describes the `steps` really taken. It is not chosen before training, so it is a report and not
+    the guarantee.
+    """
+
+    epsilon: float
+    epsilon_spent: float
+    delta: float
+    adjacency: str
+    accountant: str
+    sampler: str
+    steps: int
+    max_steps: int
+    seeded: bool
+    unit: str = "record"
+    threat_model: str = THREAT_MODEL
+    note: str = ""
+
+    def __str__(self) -> str:
+        seed = "; seeded: ε describes the mechanism, not this run" if self.seeded else ""
+        note = f"; {self.note}" if self.note else ""
+        return (
+            f"ε = {self.epsilon:.4g} at δ = {self.delta:g} per {self.unit} ({self.adjacency}, {self.accountant}, "
+            f"{self.sampler}), spent {self.epsilon_spent:.4g} in {self.steps} of {self.max_steps} steps{note}{seed}"
+        )

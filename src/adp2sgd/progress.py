@@ -1,0 +1,76 @@
+"""The global counter of minibatches, without a counter server.
+
+Every learner keeps step counts keyed by (learner, start); two that meet merge by maximum; the sum is the global
+count. A restart opens a new key, so that no step is hidden or counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Key = tuple[int, int]
+"""(learner, start): `start` differs each time that the learner's process starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Steps under one key, and whether that learner has stopped training. Both only ever grow."""
+
+    steps: int = 0
+    stopped: bool = False
+
+
+class Progress:
+    """One learner's view of everybody's step counts; its own count is always exact."""
+
+    def __init__(self, learner: int, start: int = 0, *, limit: int | None = None) -> None:
+        """`limit`: the steps after which the run ends. A peer that reports more under one key is not believed."""
+        self.own: Key = (learner, start)
+        self.total = 0
+        self.refused = 0
+        self._limit = limit
+        self._counts: dict[Key, Count] = {self.own: Count()}
+
+    def advance(self) -> None:
+        """One more step of the own learner."""
+        count = self._counts[self.own]
+        self._set(self.own, Count(count.steps + 1, count.stopped))
+
+    def stop(self) -> None:
+        """The own learner takes no further step."""
+        self._set(self.own, Count(self._counts[self.own].steps, True))
+
+    def merge(self, theirs: Mapping[Key, Count]) -> None:
+        """Take the maximum of every count; implausible ones are refused and counted in `refused`."""
+        for key, count in theirs.items():
+            mine = self._counts.get(key)
+            if count == mine or key == self.own:
+                continue
+            if self._limit is not None and count.steps > self._limit:
+                self.refused += 1
+                continue
+            before = mine or Count()
+            self._set(key, Count(max(before.steps, count.steps), before.stopped or count.stopped))
+
+    def counts(self) -> dict[Key, Count]:
+        """A copy to send."""
+        return dict(self._counts)
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether the newest start of every learner heard of has stopped."""
+        newest: dict[int, Key] = {}
+        for key in self._counts:
+            newest[key[0]] = max(newest.get(key[0], key), key)
+        return all(self._counts[key].stopped for key in newest.values())
+
+    def restore(self, counts: Mapping[Key, Count]) -> None:
+        """Take over the counts of a checkpoint, the own one included."""
+        self._counts = dict(counts)
+        self._counts.setdefault(self.own, Count())
+        self.total = sum(count.steps for count in self._counts.values())
+
+    def _set(self, key: Key, count: Count) -> None:
+        self.total += count.steps - self._counts.get(key, Count()).steps
+        self._counts[key] = count

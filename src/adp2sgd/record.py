@@ -1,0 +1,201 @@
+"""A run's folder: the configuration, what each learner did, checkpoints, the result. The same for every engine.
+
+runs/NAME/config.toml                       complete, with defaults
+runs/NAME/learner-ID/events.jsonl           one line per step and evaluation; stays at the learner
+runs/NAME/learner-ID/ledger.jsonl           privacy spent (simulations; real sites keep theirs across runs)
+runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
+runs/NAME/result.json                       what the run reports
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from adp2sgd import config
+from adp2sgd.errors import ConfigError, RunError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One evaluation of the average model θ."""
+
+    global_steps: int
+    epoch: float
+    seconds: float
+    loss: float
+    accuracy: float | None
+    consensus: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerResult:
+    """One learner's public figures. `share` is p_k; staleness is in global steps."""
+
+    learner: int
+    steps: int
+    share: float
+    staleness_mean: float
+    staleness_max: int
+    exchanges: int
+    busy: int
+    unconfirmed: int
+    bytes_sent: int
+    loss: float
+    accuracy: float | None
+    epsilon: float | None = None
+    epsilon_spent: float | None = None
+    max_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run reports; `result.json` holds the same."""
+
+    task: str
+    algorithm: str
+    accuracy: float | None  # of the average model θ, on held-out records
+    loss: float
+    seconds: float
+    clock: str  # virtual or real
+    global_steps: int
+    overshoot: int  # global steps beyond those asked for
+    epochs: float
+    consensus: float  # mean squared distance of the models from θ
+    seeded: bool
+    guarantee: Any  # a dict, or "none" with the reason in guarantee_why
+    guarantee_why: str | None
+    noise_source: str
+    learners: tuple[LearnerResult, ...]
+    sites: Mapping[str, Mapping[str, Any]]  # θ on each site's own held-out records, where the data has sites
+    curve: tuple[Point, ...]
+    notes: tuple[str, ...]
+    versions: Mapping[str, str]
+    folder: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_result(folder: str | Path) -> Run:
+    """The result of a finished run."""
+    try:
+        raw = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} holds no result.json; give the folder of a finished run") from None
+    raw["learners"] = tuple(LearnerResult(**each) for each in raw["learners"])
+    raw["curve"] = tuple(Point(**each) for each in raw["curve"])
+    return Run(**{**raw, "notes": tuple(raw["notes"])})
+
+
+class Folder:
+    """A run's folder on disk. Files appear whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: dict[int, list[str]] = {}
+
+    @classmethod
+    def create(cls, path: str | Path, settings: config.Config) -> Folder:
+        """A new folder; one that already holds a run is refused."""
+        folder = cls(Path(path))
+        if (folder.path / "config.toml").exists():
+            raise ConfigError(f"{path} already holds a run; choose another --out, or go on with --resume {path}")
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            with folder.replacing("config.toml") as part:
+                part.write_text(settings.to_toml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write to {path}: {error.strerror}; choose another --out") from None
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> Folder:
+        if not (Path(path) / "config.toml").is_file():
+            raise ConfigError(f"{path} holds no run (no config.toml); give a run's folder")
+        return cls(Path(path))
+
+    @property
+    def settings(self) -> config.Config:
+        return config.load(self.path / "config.toml")
+
+    def learner(self, number: int) -> Path:
+        """The learner's own folder."""
+        path = self.path / f"learner-{number}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def log(self, learner: int, event: Mapping[str, Any]) -> None:
+        """Append an event to the learner's file; written with the next `flush`."""
+        self._pending.setdefault(learner, []).append(json.dumps(event))
+
+    def flush(self) -> None:
+        for learner, lines in self._pending.items():
+            with (self.learner(learner) / "events.jsonl").open("a", encoding="utf-8") as file:
+                file.write("\n".join(lines) + "\n")
+        self._pending.clear()
+
+    def log_sizes(self, name: str) -> dict[int, int]:
+        """Each learner's size in bytes of the log `name`, for `truncate_logs` when a run resumes."""
+        self.flush()
+        found = self.path.glob(f"learner-*/{name}")
+        return {int(path.parent.name.removeprefix("learner-")): path.stat().st_size for path in found}
+
+    def truncate_logs(self, name: str, sizes: Mapping[int, int]) -> None:
+        """Forget what was logged after a checkpoint, because it will happen again."""
+        for path in self.path.glob(f"learner-*/{name}"):
+            os.truncate(path, sizes.get(int(path.parent.name.removeprefix("learner-")), 0))
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+        from safetensors.torch import save_file
+
+        whole = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
+        with self.replacing(name) as part:
+            save_file(whole, part, metadata={"adp2sgd": json.dumps(metadata)})
+
+    def load_tensors(self, name: str, device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path / name, framework="pt", device=device) as file:
+                return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["adp2sgd"])  # noqa: SIM118
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{self.path / name} cannot be read ({error}); it is damaged or not a checkpoint") from None
+
+    def write_result(self, run: Run) -> None:
+        with self.replacing("result.json") as part:
+            part.write_text(json.dumps(run.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @contextmanager
+    def replacing(self, name: str) -> Iterator[Path]:
+        """A temporary file that takes the place of `name` in one step, after its content is on disk."""
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        os.close(handle)
+        try:
+            yield Path(part)
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
+            os.chmod(part, 0o644)
+            os.replace(part, target)
+        finally:
+            Path(part).unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on beside its configuration."""
+    from importlib.metadata import version
+
+    import torch
+
+    return {"adp2sgd": version("adp2sgd"), "python": platform.python_version(), "torch": torch.__version__}

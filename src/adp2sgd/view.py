@@ -1,0 +1,111 @@
+"""What a person sees in the terminal: progress on standard error, figures on standard output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from adp2sgd.config import Config
+from adp2sgd.engine.simulate import Status
+from adp2sgd.record import Run
+
+
+@contextmanager
+def progress(config: Config, label: str | None = None, quiet: bool = False) -> Iterator[Callable[[Status], None]]:
+    """A bar with learners, epochs, virtual time and accuracy; plain lines at each evaluation if not on a terminal."""
+    console = Console(stderr=True)
+    name = label or f"{config.task} {config.algorithm}"
+    head = f"{name}, {config.learners} learner{'s' if config.learners != 1 else ''}"
+    if quiet:
+        yield lambda _: None
+    elif not console.is_terminal:
+        yield _plain_lines(console, head, config.epochs)
+    else:
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(head)
+            yield lambda status: bar.update(
+                task,
+                completed=status.global_steps,
+                total=status.target_steps,
+                description=f"{head} · {_status(status, config.epochs)}",
+            )
+
+
+def _plain_lines(console: Console, head: str, epochs: float) -> Callable[[Status], None]:
+    shown: list[int] = []
+
+    def show(status: Status) -> None:
+        tenth = 10 * status.global_steps // status.target_steps
+        if tenth not in shown:
+            shown.append(tenth)
+            console.print(f"{head} · {_status(status, epochs)}", highlight=False, soft_wrap=True)
+
+    return show
+
+
+def _status(status: Status, epochs: float) -> str:
+    text = f"epoch {status.epoch:.1f}/{epochs:g} · {status.seconds:,.1f} s virtual"
+    if status.point is not None:
+        text += f" · {quality(status.point.accuracy, status.point.loss)}"
+    return text
+
+
+def quality(accuracy: float | None, loss: float) -> str:
+    return f"loss {loss:.4f}" if accuracy is None else f"accuracy {accuracy:.1%}"
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table on standard output; figures to the right, the first column to the left."""
+    shown = Table(title=title, title_justify="left")
+    for position, column in enumerate(columns):
+        shown.add_column(column, justify="right" if position else "left")
+    for row in rows:
+        shown.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(shown)
+
+
+def print_run(run: Run) -> None:
+    """A run's result: one line for the whole, one row per learner, and what its privacy is worth."""
+    print(
+        f"{run.task} {run.algorithm}: {quality(run.accuracy, run.loss)} after {run.epochs:g} epochs "
+        f"({run.global_steps:,} steps) in {run.seconds:,.1f} s ({run.clock}); consensus {run.consensus:.3g}"
+    )
+    columns = ["learner", "steps", "share", "staleness mean / max", "exchanges", "busy", "quality"]
+    private = any(each.epsilon is not None for each in run.learners)
+    rows = []
+    for each in run.learners[:32]:
+        row = [str(each.learner), f"{each.steps:,}", f"{each.share:.1%}"]
+        row += [f"{each.staleness_mean:.1f} / {each.staleness_max}", f"{each.exchanges:,}", f"{each.busy:,}"]
+        row += [quality(each.accuracy, each.loss)]
+        row += [f"{each.epsilon_spent:.2f} of {each.epsilon:.2f}"] if private else []
+        rows.append(row)
+    more = len(run.learners) - len(rows)
+    table("learners" + (f" (and {more} more in result.json)" if more else ""), columns + ["ε"] * private, rows)
+    for site, figures in run.sites.items():
+        print(f"site {site}: {quality(figures['accuracy'], figures['loss'])} on {figures['records']} held-out records")
+    print(privacy_line(run))
+    for note in run.notes:
+        print(f"note: {note}")
+    if run.folder:
+        print(f"record: {run.folder}")
+
+
+def privacy_line(run: Run) -> str:
+    """The guarantee in words, or why there is none."""
+    if run.guarantee == "none":
+        return f"guarantee: none ({run.guarantee_why})"
+    return f"guarantee: {run.guarantee['text']}"

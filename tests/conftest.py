@@ -1,0 +1,65 @@
+"""What several test files share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from adp2sgd.config import Config, Optimizer
+from adp2sgd.data.batches import PoissonBatches
+from adp2sgd.flat import FlatModel
+from adp2sgd.gradient.privatize import PlainStep
+from adp2sgd.learner import Learner
+from adp2sgd.privacy.streams import Streams
+from adp2sgd.progress import Progress
+from adp2sgd.task import Task, resolve
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # the tests' models are small, and the cores are shared
+
+
+@pytest.fixture
+def quadratic_config() -> Config:
+    """A small run whose gradients can be written down."""
+    return Config(
+        task="quadratic",
+        learners=4,
+        epochs=2,
+        batch_size=8,
+        seed=1,
+        device="cpu",
+        options={"records": 200, "dimension": 3},
+        optimizer=Optimizer(lr=0.1),
+    )
+
+
+def make_learner(number: int, task: Task | None = None, **optimizer: float) -> Learner:
+    """A learner on its own, outside any engine."""
+    task = task or resolve("quadratic", {"records": 50, "dimension": 3})
+    streams = Streams(0, number)
+    return Learner(
+        number=number,
+        task=task,
+        model=FlatModel(task.model()),
+        records=task.train,
+        batches=PoissonBatches(len(task.train), 10, streams),
+        gradient_step=PlainStep(task.loss),
+        optimizer=Optimizer(**{"lr": 0.1, **optimizer}),
+        progress=Progress(number),
+        steps_per_epoch=5.0,
+        streams=streams,
+    )
+
+
+def adp2sgd(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """The command line in a real process."""
+    command = [sys.executable, "-m", "adp2sgd", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)

@@ -1,0 +1,142 @@
+"""The configuration: TOML in and out, settings, and errors in our words."""
+
+import dataclasses
+import math
+
+import pytest
+
+from adp2sgd import config
+from adp2sgd.config import Config, Optimizer, Privacy, Warmup
+from adp2sgd.errors import ConfigError
+
+FULL = """
+task = "digits/mlp"
+algorithm = "adpsgd"
+learners = 8
+epochs = 20
+batch_size = 32
+seed = 0
+[options]
+hidden = [32]
+[topology]
+graph = "ring"
+partner = "neighbour"
+[optimizer]
+lr = 0.4
+schedule = [[160, 0.04], [240, 0.004]]
+momentum = 0.0
+weight_decay = 5e-4
+[data]
+partition = "dirichlet"
+alpha = 0.5
+[privacy]
+mode = "private"
+epsilon = 3.0
+delta = 1e-5
+clip_norm = 1.0
+[speeds]
+kind = "one-slow"
+factor = 10.0
+[network]
+latency_s = 0.0
+bandwidth_bps = inf
+"""
+
+
+def test_the_file_of_the_design_is_read() -> None:
+    read = config.loads(FULL)
+    assert read.optimizer.schedule == ((160.0, 0.04), (240.0, 0.004))
+    assert read.privacy.epsilon == 3.0
+    assert math.isinf(read.network.bandwidth_bps)
+    assert read.options == {"hidden": [32]}
+
+
+@pytest.mark.parametrize("text", ["", FULL, "[optimizer]\nwarmup = {epochs = 10, from = 0.1}\ndecay = 0.7071\nlr = 1"])
+def test_what_is_written_reads_back_equal_and_is_complete(text: str) -> None:
+    read = config.loads(text)
+    written = read.to_dict()
+    assert config.loads(read.to_toml()) == read
+    for field in dataclasses.fields(Config):
+        assert field.name in written or getattr(read, field.name) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learnes = 4", ["learnes = 4", "unknown key", "learners"]),
+        ("[optimizer]\nlearning_rate = 1", ["optimizer.learning_rate", "lr"]),
+        ("learners = 0", ["learners = 0", "at least 1"]),
+        ("learners = 2.5", ["learners = 2.5", "whole number"]),
+        ("learners = true", ["learners = True", "whole number"]),
+        ('epochs = "ten"', ['epochs = "ten"', "number"]),
+        ("epochs = nan", ["epochs"]),
+        ("epochs = inf", ["epochs = inf"]),
+        ('algorithm = "magic"', ["magic", "adpsgd, sync"]),
+        ("task = 3", ["task = 3", "quotes"]),
+        ("optimizer = 3", ["optimizer = 3", "table"]),
+        ("[optimizer]\nlr = -1", ["optimizer.lr = -1"]),
+        ("[optimizer]\nmomentum = 1", ["optimizer.momentum = 1"]),
+        ("[optimizer]\nschedule = [[20, 0.1], [10, 0.2]]", ["optimizer.schedule", "in order"]),
+        ("[optimizer]\nschedule = [[20, 0.1, 3]]", ["optimizer.schedule[0]", "2 values"]),
+        ("[optimizer]\nschedule = 3", ["optimizer.schedule = 3", "list"]),
+        ('[speeds]\nkind = "one-slow"\nlearner = 8', ["speeds.learner = 8", "0 to 7"]),
+        ('[speeds]\nkind = "list"\nvalues = [1, 2]', ["speeds.values", "8 numbers"]),
+        ("[data]\nsizes = [1, 2]", ["data.sizes", "8 numbers"]),
+        ('[data]\npartition = "site"\nsizes = [1]', ["data.sizes", "iid"]),
+        ('[privacy]\nmode = "private"\nepsilon = 1', ["privacy.delta is missing"]),
+        ('[privacy]\nmode = "private"\ndelta = 1e-5', ["privacy.epsilon or privacy.noise_multiplier"]),
+        (
+            '[privacy]\nmode = "private"\ndelta = 1e-5\nepsilon = 1\nnoise_multiplier = 0',
+            ["privacy.noise_multiplier = 0"],
+        ),
+        ('[privacy]\nmode = "private"\ndelta = 1e-5\nepsilon = 1\nclip_norm = 0', ["privacy.clip_norm = 0"]),
+        ('[privacy]\nmode = "private"\ndelta = 1.5\nepsilon = 1', ["privacy.delta = 1.5"]),
+        ('[privacy]\nmode = "private"\ndelta = 1e-5\nsigma = 1\nepsilon = 1', ["privacy.sigma", "noise_multiplier"]),
+        ('[privacy]\nmode = "paper"', ["privacy.sigma"]),
+        ('[privacy]\nmode = "paper"\nsigma = 1\nepsilon = 3', ["privacy.epsilon = 3.0", "no guarantee"]),
+        ("[privacy]\nepsilon = 3", ["privacy.epsilon = 3.0", 'mode = "none"']),
+        ("learners = ", ["not valid TOML"]),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_key_the_value_and_the_fix(text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.loads(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_settings_change_fields_as_toml_or_bare_words() -> None:
+    changed = Config().with_settings(
+        ["learners=4", "topology.graph=complete", "optimizer.lr=1e-2", "options.hidden=[8]"]
+    )
+    assert (changed.learners, changed.topology.graph, changed.optimizer.lr) == (4, "complete", 0.01)
+    assert changed.options == {"hidden": [8]}
+
+
+@pytest.mark.parametrize("setting", ["learners", "learners=many", "no.such=1", "learners.x=1"])
+def test_bad_settings_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError):
+        Config().with_settings([setting])
+
+
+def test_a_missing_file_is_named(tmp_path: object) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        config.load(f"{tmp_path}/nowhere.toml")
+
+
+def test_configurations_are_frozen_and_copies_are_checked() -> None:
+    base = Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        base.learners = 3  # type: ignore[misc]
+    assert base.replace(privacy=Privacy(mode="private", epsilon=3.0, delta=1e-5)).privacy.epsilon == 3.0
+    with pytest.raises(ConfigError):
+        base.replace(learners=-1)
+
+
+def test_the_papers_schedules() -> None:
+    cifar = Optimizer(lr=0.4, schedule=((160, 0.04), (240, 0.004)))
+    assert [cifar.rate(e) for e in (0, 159.9, 160, 239.9, 240, 300)] == [0.4, 0.4, 0.04, 0.04, 0.004, 0.004]
+    speech = Optimizer(lr=1.0, warmup=Warmup(epochs=10, from_=0.1), decay=2**-0.5)
+    assert [round(speech.rate(e), 4) for e in (0, 5, 10, 11, 12, 20)] == [0.1, 0.55, 1.0, 0.7071, 0.5, 0.0313]

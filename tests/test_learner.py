@@ -1,0 +1,203 @@
+"""The learner and the flat model, without any engine."""
+
+import pytest
+import torch
+from conftest import make_learner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from adp2sgd.data.records import Records
+from adp2sgd.exchange.protocol import Answer, Busy, Commit, Exchange, Message, Request
+from adp2sgd.flat import FlatModel
+from adp2sgd.task import Task, resolve
+
+
+class Odd(nn.Module):
+    """Tied weights, a frozen layer and BatchNorm in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.norm(self.second(self.first(self.frozen(inputs)))))
+
+
+def odd_task() -> Task:
+    stream = torch.Generator().manual_seed(0)
+    records = Records(torch.randn(40, 4, generator=stream), torch.randint(3, (40,), generator=stream))
+    torch.manual_seed(3)
+    module = Odd()
+    return Task(model=lambda: module, train=records, test=records)
+
+
+def test_parameters_are_views_into_one_vector() -> None:
+    model = FlatModel(Odd())
+    assert len(model.weights) == 16 + 4 + 4 + 12 + 3  # tied once, frozen not at all
+    assert len(model.buffers) == 8  # running mean and variance; the integer counter stays local
+    model.weights.fill_(0.5)
+    assert all(bool((p == 0.5).all()) for p in model.module.parameters() if p.requires_grad)
+    assert not any(bool((p == 0.5).all()) for p in model.module.parameters() if not p.requires_grad)
+    model.buffers.fill_(2.0)
+    assert bool((model.module.get_buffer("norm.running_var") == 2).all())
+    model.module(torch.randn(5, 4)).sum().backward()
+    assert model.grad.count_nonzero() > 20
+    assert set(model.named_views(model.weights)) == {
+        "first.weight",
+        "norm.weight",
+        "norm.bias",
+        "head.weight",
+        "head.bias",
+    }
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(ValueError, match="one dtype"):
+        FlatModel(module)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01}])
+@pytest.mark.parametrize("name", ["quadratic", "digits/mlp", "own"])
+def test_one_learner_is_plain_sgd_to_the_bit(name: str, options: dict[str, float]) -> None:
+    task = odd_task() if name == "own" else resolve(name, {})
+    torch.manual_seed(5)
+    learner = make_learner(0, task, **options)
+    torch.manual_seed(5)
+    if name == "own":
+        reference = Odd()
+        reference.load_state_dict(learner._model.module.state_dict())
+    else:
+        reference = task.model()
+    plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1, **options)
+    for _ in range(20):
+        learner.begin()
+        batch = task.train.take(learner.rows)
+        learner.update(learner.gradient())
+        plain.zero_grad()
+        if len(batch):
+            (task.loss(reference(task.prepare(batch.inputs)), batch.targets).sum()).backward()
+            for p in plain.param_groups[0]["params"]:
+                p.grad /= 10
+            plain.step()
+    expected = FlatModel(reference)
+    assert torch.equal(learner.weights, expected.weights)
+    assert torch.allclose(learner.buffers, expected.buffers, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stale_gradient_is_taken_at_the_snapshot_and_applied_to_the_mixed_model() -> None:
+    learner = make_learner(0)
+    learner.begin()
+    read, rows = learner.weights.clone(), learner.rows
+    learner.mix(torch.zeros(3, dtype=torch.float64), torch.full((3,), 4.0, dtype=torch.float64))
+    learner.update(learner.gradient())
+    points = learner._records.inputs[rows]
+    gradient = (len(rows) * read - points.sum(0)) / 10
+    assert torch.allclose(learner.weights, read + 2.0 - 0.1 * gradient, rtol=0, atol=1e-14)
+
+
+def test_float_buffers_travel_with_the_weights_and_integer_ones_do_not() -> None:
+    task = odd_task()
+    learner = make_learner(0, task)
+    assert len(learner.state) == len(learner.weights) + 8
+    before = learner.buffers.clone()
+    learner.begin()
+    gradient = learner.gradient()
+    mean = learner.state.clone()
+    learner.mix(learner.snapshot(), mean + 1)  # an exchange while the gradient was computed
+    learner.update(gradient)
+    assert gradient.buffers is not None
+    assert torch.allclose(learner.buffers, before + 0.5 + gradient.buffers)
+
+
+Deed = st.sampled_from(["ask", "carry", "update 0", "update 1", "update 2", "expire"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(Deed, st.integers(0, 2), st.integers(0, 2)), max_size=60))
+def test_exchanges_conserve_the_sum_whatever_happens_meanwhile(deeds: list[tuple[str, int, int]]) -> None:
+    """Three learners ask, answer and update in any order. Only a half-exchange may change the sum, and it is counted."""
+    learners = [make_learner(k) for k in range(3)]
+    exchanges = [Exchange(learner) for learner in learners]
+    for k, learner in enumerate(learners):
+        learner.state.copy_(torch.tensor([k, -k, 10.0 * k]))
+    updates, mail = torch.zeros(3, dtype=torch.float64), []
+    expected = sum(learner.state.clone() for learner in learners)
+    for deed, k, j in deeds:
+        if deed == "ask" and k != j:
+            request = exchanges[k].ask(j)
+            mail += [request] if request else []
+        elif deed == "carry" and mail:
+            message = mail.pop(k % len(mail))
+            reply = exchanges[message.receiver].receive(message)
+            mail += [reply] if reply else []
+        elif deed.startswith("update"):
+            learner = learners[int(deed[-1])]
+            before = learner.state.clone()
+            learner.begin()
+            learner.update(learner.gradient())
+            updates += learner.state - before
+    while mail:
+        message = mail.pop(0)
+        reply = exchanges[message.receiver].receive(message)
+        mail += [reply] if reply else []
+    assert not any(exchange.occupied for exchange in exchanges)  # nobody is left waiting
+    total = sum(learner.state for learner in learners)
+    assert torch.allclose(total, expected + updates, rtol=0, atol=1e-12)
+    assert sum(exchange.tally.completed for exchange in exchanges) % 2 == 0
+
+
+def test_the_messages_of_one_exchange() -> None:
+    first, second, third = (Exchange(make_learner(k)) for k in range(3))
+    first.learner.state.fill_(1.0)
+    second.learner.state.fill_(3.0)
+    request = first.ask(1)
+    assert isinstance(request, Request)
+    assert first.ask(2) is None  # one exchange at a time
+    answer = second.receive(request)
+    assert isinstance(answer, Answer)
+    busy = second.receive(third.ask(1))
+    assert isinstance(busy, Busy)
+    assert third.receive(busy) is None
+    assert third.tally.busy == 1
+    commit = first.receive(answer)
+    assert isinstance(commit, Commit)
+    second.learner.state += 10  # an update in between
+    assert second.receive(commit) is None
+    assert first.learner.state.tolist() == [2.0] * 3
+    assert second.learner.state.tolist() == [12.0] * 3
+    assert (first.tally.completed, second.tally.completed) == (1, 1)
+
+
+def test_a_lost_commit_is_counted_and_late_messages_do_no_harm() -> None:
+    first, second = (Exchange(make_learner(k)) for k in range(2))
+    request = first.ask(1)
+    answer = second.receive(request)
+    second.expire()
+    assert second.tally.unconfirmed == 1
+    commit = first.receive(answer)
+    before = second.learner.state.clone()
+    assert second.receive(commit) is None  # too late: ignored
+    assert torch.equal(second.learner.state, before)
+    assert second.tally.ignored == 1
+    first.ask(1)
+    first.expire()
+    assert first.tally.expired == 1
+    assert isinstance(second.receive(Request(sender=0, receiver=1, initiator=0, number=9)), Message)
+
+
+def test_progress_spreads_with_the_exchanges() -> None:
+    first, second = (Exchange(make_learner(k)) for k in range(2))
+    for _ in range(3):
+        first.learner.progress.advance()
+    second.learner.progress.advance()
+    answer = second.receive(first.ask(1))
+    second.receive(first.receive(answer))
+    assert first.learner.progress.total == second.learner.progress.total == 4
