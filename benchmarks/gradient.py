@@ -57,7 +57,7 @@ WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "cnn": (lambda: MODELS["cnn"](size=32, channels=3, norm="group"), images),
     "resnet18": (lambda: MODELS["resnet18"](norm="group"), images),
     "mobilenetv2": (lambda: MODELS["mobilenet_v2"](norm="group"), images),
-    "lstm": (lambda: MODELS["lstm"](), lambda n: (torch.randn(n, 21, 260), torch.randint(0, 32000, (n, 21)))),
+    "lstm": (MODELS["lstm"], lambda n: (torch.randn(n, 21, 260), torch.randint(0, 32000, (n, 21)))),
     "transformer": (Transformer, lambda n: (torch.randint(0, 4096, (n, 64)), torch.randint(0, 4096, (n, 64)))),
 }
 
@@ -78,8 +78,8 @@ def plain(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
 def ours(engine: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]:
     def make(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
         model = FlatModel(module, options.device)
-        extra = {"autocast": torch.bfloat16} if options.bf16 and engine in ("auto", "book-keeping") else {}
-        taken = build(model, cross_entropy, engine=engine, **extra)
+        autocast = torch.bfloat16 if options.bf16 else None
+        taken = build(model, cross_entropy, engine=engine, autocast=autocast)
 
         def step() -> None:
             model.weights.add_(taken.clipped_sum(*batch, 1.0).total, alpha=-1e-3 / len(batch[0]))
@@ -178,9 +178,9 @@ def peak(name: str, options: argparse.Namespace) -> float:
     step = prepare(name, options)
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        held = torch.cuda.memory_allocated()
         step(), step()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return (torch.cuda.max_memory_allocated() - held) / 2**20
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark starts anew
     before = resident("VmRSS")
     step(), step()
@@ -211,7 +211,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast, for every engine")
-    parser.add_argument("--tf32", action="store_true", help="TF32 for matrix products too (convolutions have it by default)")
+    parser.add_argument(
+        "--tf32", action="store_true", help="TF32 for matrix products too (convolutions have it by default)"
+    )
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--no-memory", action="store_true", help="skip the memory runs")
     parser.add_argument("--json", action="store_true")

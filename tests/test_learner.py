@@ -98,7 +98,7 @@ def test_a_stale_gradient_is_taken_at_the_snapshot_and_applied_to_the_mixed_mode
     read, rows = learner.weights.clone(), learner.rows
     learner.mix(torch.zeros(3, dtype=torch.float64), torch.full((3,), 4.0, dtype=torch.float64))
     learner.update(learner.gradient())
-    points = learner._records.inputs[rows]
+    points = learner._feed._records.inputs[rows]
     gradient = (len(rows) * read - points.sum(0)) / 10
     assert torch.allclose(learner.weights, read + 2.0 - 0.1 * gradient, rtol=0, atol=1e-14)
 

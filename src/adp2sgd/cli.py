@@ -27,13 +27,23 @@ Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"adp2sgd {version('adp2sgd')}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     data_dir: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Where data sets lie (default: $ADP2SGD_DATA, then the user's cache)."),
     ] = None,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     import os
 

@@ -14,12 +14,14 @@ of overwriting: both sides then change by exactly opposite amounts, whatever upd
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from adp2sgd import config
 from adp2sgd.data.batches import Batches
+from adp2sgd.data.feed import feed
 from adp2sgd.data.records import Records
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import Gradient, GradientStep
@@ -28,13 +30,17 @@ from adp2sgd.privacy.streams import Streams
 from adp2sgd.progress import Progress
 from adp2sgd.task import Task
 
+BLOCK = 1 << 17  # coordinates that an exchange works on at a time: they stay in a core's cache
+
 
 class Learner:
     """One worker of the paper: its model, its records, its noise, its budget.
 
     `state` is the vector that travels: the weights, then (outside private mode) the float buffers. `model` is only a
     place to compute at: it may be shared by the learners of one process, since each step loads ŵ into it.
-    A mutex covers single vector operations, so that an exchange thread may mix while a training thread computes.
+    A mutex covers single vector operations, so that an exchange thread may mix while a training thread computes. An
+    exchange goes block by block, so that training waits for one block at most: every coordinate is exchanged exactly,
+    but ŵ may hold some blocks from before an exchange and some from after it.
     """
 
     def __init__(
@@ -65,13 +71,15 @@ class Learner:
         self.gradient_norm = torch.zeros(())  # of the last gradient, after the noise; stays at the learner
         self._task = task
         self._model = model
-        self._records = records
+        self._feed = feed(records, batches, model.device)
         self._batches = batches
         self._gradient_step = gradient_step
         self._optimizer = optimizer
         self._steps_per_epoch = steps_per_epoch
         self._streams = streams
         self._mutex = threading.Lock()
+        size = len(self.state)
+        self._change = torch.empty_like(self.state[: size if self.state.is_cuda else min(size, BLOCK)])
 
     @property
     def may_step(self) -> bool:
@@ -92,12 +100,14 @@ class Learner:
         """Read ŵ and draw the rows of this step's batch."""
         with self._mutex:
             self.read.copy_(self.state)
-        self.rows = self._batches.draw(self.steps)
+        self.rows = self._feed.draw(self.steps)
 
     def resume_at(self, step: int) -> None:
         """Go on after `step` own steps, with ŵ as restored from a checkpoint."""
         self.steps = step
-        self.rows = self._batches.draw(step)
+        if self.budget is not None and self._streams.seeded:
+            self.budget.charge(step)
+        self.rows = self._feed.draw(step)
 
     def gradient(self) -> Gradient:
         """The mean gradient at ŵ over a fresh batch, privatized in private mode; charged to the budget first."""
@@ -112,14 +122,32 @@ class Learner:
 
     def snapshot(self, out: Tensor | None = None) -> Tensor:
         """A copy of the state to send, in `out` if given."""
-        with self._mutex:
-            return self.state.clone() if out is None else out.copy_(self.state)
+        out = torch.empty_like(self.state) if out is None else out
+        for there, here in zip(self._blocks(out), self._blocks(self.state), strict=True):
+            with self._mutex:
+                there.copy_(here)
+        return out
 
-    def mix(self, mine: Tensor, theirs: Tensor) -> None:
-        """This learner's half of an exchange of the snapshots `mine` and `theirs`: add (theirs − mine)/2."""
-        change = (theirs - mine).mul_(0.5)
+    def mix(self, mine: Tensor, theirs: Tensor, intact: Callable[[], bool] | None = None) -> bool:
+        """This learner's half of an exchange of the snapshots `mine` and `theirs`: add (theirs − mine)/2.
+
+        `intact` is asked whenever a block of `theirs` has been read, before it is used; once it says no, the rest of
+        the half is left out and the answer is False.
+        """
+        for here, own, other in zip(*map(self._blocks, (self.state, mine, theirs)), strict=True):
+            change = torch.sub(other, own, out=self._change[: len(own)])
+            if intact is not None and not intact():
+                return False
+            with self._mutex:
+                here.add_(change, alpha=0.5)
+        return True
+
+    def adopt(self, state: Tensor) -> None:
+        """Go on from another learner's model, without momentum: the own past is lost."""
         with self._mutex:
-            self.state.add_(change)
+            self.state.copy_(state)
+            if self.velocity is not None:
+                self.velocity.zero_()
 
     def update(self, gradient: Gradient) -> None:
         """Descend: SGD with weight decay and momentum. All of it comes after the noise, so it costs no privacy."""
@@ -138,9 +166,13 @@ class Learner:
         self.progress.advance()
 
     def _batch(self) -> tuple[Tensor, Tensor]:
-        rows = self.rows.to(self._records.targets.device)
-        inputs = self._task.prepare(self._records.inputs[rows]).to(self._model.device)
-        if self._task.augment is not None and len(rows):
+        stored, targets = self._feed.take()
+        inputs = self._task.prepare(stored)
+        if self._task.augment is not None and len(inputs):
             generator = self._streams("augment", self.steps).torch_generator(self._model.device)
             inputs = self._task.augment(inputs, generator)
-        return inputs, self._records.targets[rows].to(self._model.device)
+        return inputs, targets
+
+    def _blocks(self, vector: Tensor) -> tuple[Tensor, ...]:
+        blocks: tuple[Tensor, ...] = vector.split(max(1, len(self._change)))
+        return blocks

@@ -6,6 +6,7 @@ count. A restart opens a new key, so that no step is hidden or counted twice.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,45 +32,52 @@ class Progress:
         self.refused = 0
         self._limit = limit
         self._counts: dict[Key, Count] = {self.own: Count()}
+        self._mutex = threading.Lock()  # the training thread counts while the exchange thread merges
 
     def advance(self) -> None:
         """One more step of the own learner."""
-        count = self._counts[self.own]
-        self._set(self.own, Count(count.steps + 1, count.stopped))
+        with self._mutex:
+            count = self._counts[self.own]
+            self._set(self.own, Count(count.steps + 1, count.stopped))
 
     def stop(self) -> None:
         """The own learner takes no further step."""
-        self._set(self.own, Count(self._counts[self.own].steps, True))
+        with self._mutex:
+            self._set(self.own, Count(self._counts[self.own].steps, True))
 
     def merge(self, theirs: Mapping[Key, Count]) -> None:
         """Take the maximum of every count; implausible ones are refused and counted in `refused`."""
-        for key, count in theirs.items():
-            mine = self._counts.get(key)
-            if count == mine or key == self.own:
-                continue
-            if self._limit is not None and count.steps > self._limit:
-                self.refused += 1
-                continue
-            before = mine or Count()
-            self._set(key, Count(max(before.steps, count.steps), before.stopped or count.stopped))
+        with self._mutex:
+            for key, count in theirs.items():
+                if count != self._counts.get(key) and key != self.own:
+                    self._merge_one(key, count)
 
     def counts(self) -> dict[Key, Count]:
         """A copy to send."""
-        return dict(self._counts)
+        with self._mutex:
+            return dict(self._counts)
 
     @property
     def all_stopped(self) -> bool:
         """Whether the newest start of every learner heard of has stopped."""
+        counts = self.counts()
         newest: dict[int, Key] = {}
-        for key in self._counts:
+        for key in counts:
             newest[key[0]] = max(newest.get(key[0], key), key)
-        return all(self._counts[key].stopped for key in newest.values())
+        return all(counts[key].stopped for key in newest.values())
 
     def restore(self, counts: Mapping[Key, Count]) -> None:
         """Take over the counts of a checkpoint, the own one included."""
         self._counts = dict(counts)
         self._counts.setdefault(self.own, Count())
         self.total = sum(count.steps for count in self._counts.values())
+
+    def _merge_one(self, key: Key, count: Count) -> None:
+        if self._limit is not None and count.steps > self._limit:
+            self.refused += 1
+            return
+        before = self._counts.get(key, Count())
+        self._set(key, Count(max(before.steps, count.steps), before.stopped or count.stopped))
 
     def _set(self, key: Key, count: Count) -> None:
         self.total += count.steps - self._counts.get(key, Count()).steps

@@ -155,6 +155,10 @@ class Folder:
         for path in self.path.glob(f"learner-*/{name}"):
             os.truncate(path, sizes.get(int(path.parent.name.removeprefix("learner-")), 0))
 
+    def remove_logs(self, name: str) -> None:
+        for path in self.path.glob(f"learner-*/{name}"):
+            path.unlink()
+
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         from safetensors.torch import save_file
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from adp2sgd import models
-from adp2sgd.data import synthetic
+from adp2sgd.config import _typed
+from adp2sgd.data import cifar10, heart, idx, images, kaldi, synthetic, table
+from adp2sgd.data.augment import crop_and_flip
+from adp2sgd.data.folder import Source
 from adp2sgd.data.records import Records
 from adp2sgd.errors import ConfigError
 
@@ -99,7 +104,99 @@ def _half_square(outputs: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * outputs.square().sum(dim=1)
 
 
-TASKS: dict[str, Callable[..., Task]] = {"digits": digits, "blobs": blobs, "quadratic": quadratic}
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A source of real data and the models that suit it, the first by default."""
+
+    load: Callable[..., Source]
+    models: tuple[str, ...]
+    given: Mapping[str, Any] = field(default_factory=dict)  # the source's options where the user sets none
+    augment: bool = False  # crop and mirror the training images where the user does not say
+
+
+TABLE_MODELS = ("logistic", "mlp")
+IMAGE_MODELS = ("cnn", *(name for name in models.MODELS if name not in ("cnn", "lstm")))
+FAMILIES = {
+    "cifar10": Family(load=cifar10.load, models=IMAGE_MODELS, augment=True),
+    "fashion": Family(load=partial(idx.load, "fashion"), models=IMAGE_MODELS),
+    "mnist": Family(load=partial(idx.load, "mnist"), models=IMAGE_MODELS),
+    "speech": Family(load=kaldi.load, models=("lstm",), given={"classes": 320}),
+    "heart": Family(load=heart.load, models=TABLE_MODELS),
+    "table": Family(load=table.load, models=TABLE_MODELS),
+    "images": Family(load=images.load, models=IMAGE_MODELS),
+}
+
+
+def from_files(
+    name: str,
+    *,
+    model: str | None = None,
+    only: str | None = None,
+    limit: int | None = None,
+    augment: bool | None = None,
+    **options: Any,
+) -> Task:
+    """A family of `FAMILIES`. Options that the source's `load` takes go there, all others to the model's constructor.
+
+    `only` trains on one site's records, but holds out all sites'; `limit` keeps at most so many training and as many
+    held-out records, evenly spread over the files; `augment` crops and mirrors training images.
+    """
+    family = FAMILIES[name]
+    known = inspect.signature(family.load).parameters
+    own = {**family.given, **{key: value for key, value in options.items() if key in known}}
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in own:
+            raise ConfigError(f'task = "{name}" needs options.{key}; set {key} under [options]')
+    source = family.load(**_converted(family.load, own))
+    if augment and source.train.inputs.dim() != 4:
+        raise ConfigError(f'options.augment = true is for images, and task = "{name}" has none; remove it')
+    model, shapes = model or family.models[0], {each: _shape(each, source) for each in family.models}
+    height, width = source.train.inputs.shape[-2:] if source.train.inputs.dim() == 4 else (0, 0)
+    if height != width and "size" in shapes.get(model, ()):
+        raise ConfigError(
+            f"{model} reads square images, not {height} × {width}; set options.size = [{height}, {height}]"
+        )
+    model_options = {key: value for key, value in options.items() if key not in known}
+    return Task(
+        model=_builder(name, model, shapes, model_options),
+        train=_spread(source.train if only is None else _one_site(source.train, only), limit),
+        test=_spread(source.test, limit),
+        prepare=source.prepare,
+        augment=crop_and_flip if (family.augment if augment is None else augment) else None,
+        fitted=source.fitted,
+    )
+
+
+def _shape(model: str, source: Source) -> dict[str, int]:
+    """Those of the model's arguments that the data fixes."""
+    shape = source.train.inputs.shape[1:]  # [features], [frames, features] or [channels, height, width]
+    fixed = {"classes": source.classes, "inputs": shape[-1] if len(shape) == 2 else shape.numel()}
+    if len(shape) == 3:
+        fixed |= {"channels": shape[0], "size": shape[-1]}
+    return {key: value for key, value in fixed.items() if key in inspect.signature(models.MODELS[model]).parameters}
+
+
+def _one_site(records: Records, site: str) -> Records:
+    if records.sites is None or site not in records.site_names:
+        known = ", ".join(records.site_names) or "this data has none"
+        raise ConfigError(f'options.only = "{site}" is not a site of the data; sites: {known}')
+    return records.take(torch.nonzero(records.sites == records.site_names.index(site)).flatten())
+
+
+def _spread(records: Records, limit: int | None) -> Records:
+    if limit is None or limit >= len(records):
+        return records
+    if limit < 1:
+        raise ConfigError(f"options.limit = {limit} leaves no record; use at least 1")
+    return records.take(torch.arange(limit) * len(records) // limit)
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "digits": digits,
+    "blobs": blobs,
+    "quadratic": quadratic,
+    **{name: partial(from_files, name) for name in FAMILIES},
+}
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> Task:
@@ -107,7 +204,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> Task:
     function, given = _own(name) if ":" in name else _built_in(name)
     arguments = {**given, **options}
     _check_options(name, function, arguments)
-    task = function(**arguments)
+    task = function(**(arguments if ":" in name else _converted(function, arguments)))
     if not isinstance(task, Task):
         raise ConfigError(f'task = "{name}" gave a {type(task).__name__}; the function must return adp2sgd.Task')
     if not len(task.train) or not len(task.test):
@@ -142,6 +239,12 @@ def _check_options(name: str, function: Callable[..., Task], arguments: Mapping[
     for key in arguments:
         if key not in parameters:
             raise ConfigError(f'options.{key} is unknown to task "{name}"; it takes: {", ".join(parameters) or "none"}')
+
+
+def _converted(function: Callable[..., object], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments in the types that the function declares (TOML has lists, but no tuples); wrong ones are refused."""
+    hints = typing.get_type_hints(getattr(function, "func", function))
+    return {k: _typed(hints[k], v, f"options.{k}") if k in hints else v for k, v in arguments.items()}
 
 
 def _builder(

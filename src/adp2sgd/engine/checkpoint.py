@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from adp2sgd.engine.simulate import Simulation
 
 NAME = "simulation.safetensors"
-LOGS = ("events.jsonl", "ledger.jsonl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +45,7 @@ def write(simulation: Simulation) -> None:
         "curve": [asdict(point) for point in simulation.curve],
         "members": [_pack_member(member, tensors) for member in simulation.members],
         "heap": [[time, order, _pack_event(event, tensors)] for time, order, event in simulation.heap],
-        "log_sizes": {name: simulation.folder.log_sizes(name) for name in LOGS},
+        "log_sizes": simulation.folder.log_sizes("events.jsonl"),
     }
     simulation.folder.save_tensors(NAME, tensors, facts)
 
@@ -69,7 +68,7 @@ def restore(simulation: Simulation, saved: Saved) -> None:
     simulation.heap[:] = [(time, order, _unpack_event(event, tensors)) for time, order, event in facts["heap"]]
     for member, kept in zip(simulation.members, facts["members"], strict=True):
         _unpack_member(member, kept, tensors)
-    sizes = {int(learner): size for learner, size in facts["log_sizes"]["events.jsonl"].items()}
+    sizes = {int(learner): size for learner, size in facts["log_sizes"].items()}
     simulation.folder.truncate_logs("events.jsonl", sizes)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,11 @@ from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
 from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.errors import ConfigError
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.privatize import GradientStep, PlainStep
+from adp2sgd.gradient import choose
+from adp2sgd.gradient.privatize import GradientStep, PlainStep, PrivateStep
 from adp2sgd.learner import Learner
+from adp2sgd.privacy import checks
+from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.streams import Streams
 from adp2sgd.progress import Progress
 from adp2sgd.record import LearnerResult, Point, Run, versions
@@ -66,7 +70,29 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
         model = FlatModel(task.model(), device)
     steps_per_epoch = len(task.train) / config.batch_size
     rounds = math.ceil(config.epochs * steps_per_epoch / config.learners - 1e-9)
-    return Setup(config, seed, device, task, rows, graph, model, steps_per_epoch, max(1, rounds) * config.learners)
+    target = max(1, rounds) * config.learners
+    notes = tuple(_check_privacy(config, task, model, rows)) if config.privacy.mode == "private" else ()
+    return Setup(config, seed, device, task, rows, graph, model, steps_per_epoch, target, notes)
+
+
+def _check_privacy(config: Config, task: Task, model: FlatModel, rows: Sequence[Tensor]) -> list[str]:
+    """Refuse what would void the guarantee, before anything is drawn; returns warnings."""
+    privacy, smallest = config.privacy, min(len(shard) for shard in rows)
+    if config.batch_size > smallest:
+        raise ConfigError(
+            f"batch_size = {config.batch_size} exceeds the smallest shard ({smallest}); lower it or use fewer learners"
+        )
+    warnings = checks.check_budget(
+        records=max(len(shard) for shard in rows),
+        delta=privacy.delta,
+        clip_norm=privacy.clip_norm,
+        sample_rate=config.batch_size / smallest,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        fitted=task.fitted,
+    )
+    inputs = task.prepare(task.train.inputs[:2]).to(model.device)
+    return warnings + checks.check_model(model.module, task.loss, inputs, task.train.targets[:2].to(model.device))
 
 
 def pick_device(name: str) -> torch.device:
@@ -86,18 +112,20 @@ def make_learner(setup: Setup, number: int, folder: Path, *, start: int = 0) -> 
     """Learner `number`, at the initial weights; its ledger lies in `folder`."""
     config = setup.config
     streams = Streams(config.seed, number)
-    records = setup.task.train.take(setup.shards[number]).to(setup.device)
+    records = setup.task.train.take(setup.shards[number])
+    budget = _open_budget(setup, number, folder) if config.privacy.mode == "private" else None
     return Learner(
         number=number,
         task=setup.task,
         model=setup.model,
         records=records,
         batches=_batches(config, len(records), streams),
-        gradient_step=_gradient_step(setup),
+        gradient_step=_gradient_step(setup, budget),
         optimizer=config.optimizer,
         progress=Progress(number, start, limit=setup.target_steps),
         steps_per_epoch=setup.steps_per_epoch,
         streams=streams,
+        budget=budget,
     )
 
 
@@ -106,9 +134,28 @@ def _batches(config: Config, records: int, streams: Streams) -> Batches:
     return kind(records, config.batch_size, streams)
 
 
-def _gradient_step(setup: Setup) -> GradientStep:
+def _gradient_step(setup: Setup, budget: Budget | None) -> GradientStep:
     privacy = setup.config.privacy
-    return PlainStep(setup.task.loss, privacy.sigma or 0.0)
+    if budget is None:
+        return PlainStep(setup.task.loss, privacy.sigma or 0.0)
+    engine = choose.build(setup.model, setup.task.loss)
+    noise = budget.plan.mechanism.noise_multiplier
+    return PrivateStep(engine, clip_norm=privacy.clip_norm, noise_multiplier=noise)
+
+
+def _open_budget(setup: Setup, number: int, folder: Path) -> Budget:
+    config = setup.config
+    return Budget.open(
+        folder / "ledger.jsonl",
+        config.privacy,
+        dataset=config.task,
+        site=str(number),
+        records=len(setup.shards[number]),
+        batch_size=config.batch_size,
+        planned_steps=math.ceil(setup.target_steps / config.learners),
+        plan_path=folder / "plan.json",
+        seeded=config.seed is not None,
+    )
 
 
 def finish(
@@ -135,7 +182,7 @@ def finish(
         epochs=last.epoch,
         consensus=last.consensus,
         seeded=config.seed is not None,
-        guarantee="none",
+        guarantee=_guarantee(learners),
         guarantee_why=NO_GUARANTEE.get(config.privacy.mode),
         noise_source=learners[0].noise_source,
         learners=results,
@@ -145,6 +192,16 @@ def finish(
         versions=versions(),
         folder=folder,
     )
+
+
+def _guarantee(learners: Sequence[Learner]) -> Any:
+    """The weakest learner's guarantee, which is the run's where no record lies at two learners."""
+    found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
+    if not found:
+        return "none"
+    weakest = max(found, key=lambda each: (each.epsilon, each.epsilon_spent))
+    valid_if = "no record lies at two learners"
+    return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}
 
 
 def _by_site(setup: Setup, theta: Tensor) -> dict[str, dict[str, float | int | None]]:

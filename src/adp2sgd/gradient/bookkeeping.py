@@ -57,7 +57,8 @@ class BookKeeping:
             losses = self.loss(module(inputs), targets)
             mean = losses.sum() / self.copies
         if mean.requires_grad:
-            mean.backward()  # type: ignore[no-untyped-call]
+            # Only what leads to recorded layers: the parameters' own `grad` is never written.
+            mean.backward(inputs=recording.leaves)
         with torch.no_grad():
             return recording, finite_or_infinite(recording.finish())
 
@@ -66,9 +67,9 @@ class BookKeeping:
         with torch.no_grad():
             total = torch.zeros_like(self.model.weights)
             factors = clip_factors(norms, clip_norm)
-            for name, view in self.model.named_views(total).items():
-                if name in recording.uses:
-                    view.copy_(recording.uses.pop(name).weighted(factors))
+            views = self.model.named_views(total)
+            for name, part in recording.weighted(factors):
+                views[name].copy_(part)
             del recording
             good = torch.isfinite(norms)
             if bool(good.all()):

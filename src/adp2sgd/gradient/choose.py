@@ -89,6 +89,7 @@ class Automatic:
 
     def choose(self, inputs: Tensor, targets: Tensor) -> Engine:
         """The first engine that agrees with the loop on the first records of this batch."""
+        refuse_batch_norm(self.model.module)
         rows = min(len(inputs), PROBE_RECORDS * self.copies)
         x, y = inputs[:rows], targets[:rows]
         with _without_dropout(self.model.module):
@@ -131,18 +132,24 @@ def explain(model: FlatModel, loss: Loss, inputs: Tensor, targets: Tensor, *, co
         chosen = engine.choose(inputs, targets)
     if chosen is not engine.bookkeeping:
         sizes = {piece.name: piece.end - piece.start for piece in model.slices}
-        return [Row(layer=name, parameters=n, rule=type(chosen).__name__.lower(), why=engine.reason) for name, n in sizes.items()]
+        return [
+            Row(layer=name, parameters=n, rule=type(chosen).__name__.lower(), why=engine.reason)
+            for name, n in sizes.items()
+        ]
     recording, _ = engine.bookkeeping.record(inputs, targets)
-    uses = recording.uses
-    return [
-        Row(
-            layer=piece.name,
-            parameters=piece.end - piece.start,
-            rule=uses[piece.name].rule if piece.name in uses else "none",
-            why=uses[piece.name].why if piece.name in uses else "the loss does not depend on it",
-        )
-        for piece in model.slices
-    ]
+    rows = []
+    for piece in model.slices:
+        use = recording.used(piece.name)
+        rule, why = ("none", "the loss does not depend on it") if use is None else (use.rule, use.why)
+        rows.append(Row(layer=piece.name, parameters=piece.end - piece.start, rule=rule, why=why))
+    return rows
+
+
+def refuse_batch_norm(module: nn.Module) -> None:
+    """Guarantee: no layer of a type that is known to mix the records of a batch is in training mode."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+            raise PrivacyError(f'layer {name} is BatchNorm, which couples the records of a batch; use norm = "group"')
 
 
 def agree(found: Clipped, expected: Clipped, tolerance: float) -> bool:
@@ -166,10 +173,9 @@ def free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Random layers are quiet, so that two passes can be compared; BatchNorm is left as it is, to be found out."""
+    """Random layers are quiet, so that two passes can be compared."""
     modes = [(m, m.training) for m in module.modules()]
-    for m, _ in modes:
-        m.training = m.training and isinstance(m, nn.modules.batchnorm._BatchNorm)
+    module.eval()
     try:
         yield
     finally:

@@ -44,14 +44,17 @@ class Functional:
         module = self.model.module
         trained = {piece.name for piece in self.model.slices}
         parameters = {k: v.detach() for k, v in module.named_parameters() if k in trained}
-        frozen = {k: v.detach() for k, v in module.named_parameters() if k not in trained} | dict(module.named_buffers())
+        frozen = {k: v.detach() for k, v in module.named_parameters() if k not in trained} | dict(
+            module.named_buffers()
+        )
 
         def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             return self.loss(functional_call(module, (parameters, frozen), (x,)), y).mean()
 
         x = inputs.unflatten(0, (-1, self.copies))
         y = targets.unflatten(0, (-1, self.copies))
-        return vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(parameters, x, y)
+        gradients: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(parameters, x, y)
+        return gradients
 
 
 def _along(factors: Tensor, like: Tensor) -> Tensor:

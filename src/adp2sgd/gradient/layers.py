@@ -38,7 +38,7 @@ class Tap(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None]:
         return None, None, ctx.layer.backward(gradient, ctx.saved_tensors, ctx.needs_input_grad[2])
 
 
@@ -74,9 +74,7 @@ class ConvolutionLayer:
         g = self.geometry
         axes = len(g.kernel)
         return (
-            torch.convolution(
-                x, self.weight, self.bias, g.stride, g.padding, g.dilation, False, [0] * axes, g.groups
-            ),
+            torch.convolution(x, self.weight, self.bias, g.stride, g.padding, g.dilation, False, [0] * axes, g.groups),
         )
 
     def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
@@ -106,17 +104,27 @@ class GroupNormLayer:
         return tuple(out)
 
     def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
-        x, mean, rstd = saved
-        rows, channels, area = len(x), x.shape[1], prod(x.shape[2:])
-        scale = None if self.weight is None else self.weight.repeat(rows)
-        found = torch.ops.aten.native_group_norm_backward(
-            gradient.contiguous(), x.contiguous(), mean.view(1, -1), rstd.view(1, -1), scale,
-            1, rows * channels, area, rows * self.groups, [of_input, True, True],
-        )  # fmt: skip
-        for emit, gradients in zip(self.emits, found[1:], strict=True):
+        # A CUDA grid has at most 65,535 blocks along the axis on which the groups lie.
+        rows = 65_535 // self.groups
+        split = zip(*(t.split(rows) for t in (gradient, *saved)), strict=True)
+        parts = [self._some(g, x, mean, rstd, of_input) for g, x, mean, rstd in split]
+        for number, emit in enumerate(self.emits, 1):
             if emit:
-                emit(rules.Kept(gradients.view(self.n, -1, channels).sum(1)))
-        return found[0] if of_input else None
+                gradients = torch.cat([part[number] for part in parts])
+                emit(rules.Kept(gradients.view(self.n, -1, saved[0].shape[1]).sum(1)))
+        if not of_input:
+            return None
+        return parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
+
+    def _some(self, gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, of_input: bool) -> tuple[Tensor, ...]:
+        """Gradients of these rows of the input, and of scale and shift for each row [rows · channels]."""
+        channels, area = len(x) * x.shape[1], prod(x.shape[2:])
+        scale = None if self.weight is None else self.weight.repeat(len(x))
+        found: tuple[Tensor, ...] = torch.ops.aten.native_group_norm_backward(
+            gradient.contiguous(), x.contiguous(), mean.view(1, -1), rstd.view(1, -1), scale,
+            1, channels, area, len(x) * self.groups, [of_input, True, True],
+        )  # fmt: skip
+        return found
 
 
 class LayerNormLayer:

@@ -23,8 +23,8 @@ class Loop:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         total = torch.zeros_like(self.model.weights)
         norms = []
-        for x, y in zip(inputs.split(self.copies), targets.split(self.copies), strict=True):
-            gradient = self.gradient(x, y)
+        for start in range(0, len(inputs), self.copies):
+            gradient = self.gradient(inputs[start : start + self.copies], targets[start : start + self.copies])
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             norms.append(norm.where(torch.isfinite(norm), torch.full_like(norm, float("inf"))))
             if torch.isfinite(norm):

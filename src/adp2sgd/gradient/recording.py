@@ -3,7 +3,7 @@ that record. Rules belong to functions, not to modules: a user's own module need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ class Recording(TorchFunctionMode):
     """One forward and backward pass over `n` records. After it, `squares` and `uses` say all about the gradients;
     `held` counts the bytes that were recorded."""
 
-    def __init__(self, parameters: dict[str, Tensor], constants: Iterable[Tensor], n: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], constants: Iterable[Tensor], n: int) -> None:
         super().__init__()
         self.n, self.parameters = n, parameters
         self.sources = {id(p): Source(p, (name,), False) for name, p in parameters.items()}
@@ -47,8 +47,11 @@ class Recording(TorchFunctionMode):
         self.expected = dict.fromkeys(parameters, 0)
         self.waiting: dict[str, list[rules.Use]] = {name: [] for name in parameters}
         self.uses: dict[str, rules.Use] = {}
+        self.small: dict[str, rules.Kept] = {}
+        self.joined: rules.Joined | None = None
         self.squares: list[Tensor] = []
         self.held = 0
+        self.leaves = [self.token]
 
     # --- What the backward pass hands in ---
 
@@ -56,15 +59,33 @@ class Recording(TorchFunctionMode):
         """The squared norm of each record's whole gradient [n]; call it after the backward pass."""
         for name, uses in self.waiting.items():
             if uses:
-                self._settle(name, rules.merge(uses))
+                self._settle(name, uses[0] if len(uses) == 1 else rules.merge(uses))
+        if self.small:
+            self.joined = rules.Joined(self.small)
+            self.squares.append(self.joined.kept.squares())
         if not self.squares:
             return self.token.detach().new_zeros(self.n)
         return torch.stack(self.squares).sum(0)
 
+    def weighted(self, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The weighted sum of the records' gradients, parameter by parameter; what was recorded is let go."""
+        if self.joined:
+            yield from self.joined.weighted(factors).items()
+        while self.uses:
+            name, use = self.uses.popitem()
+            yield name, use.weighted(factors)
+
+    def used(self, name: str) -> rules.Use | None:
+        """How this parameter was used; None if the loss does not depend on it."""
+        return self.uses.get(name) or self.small.get(name)
+
     def _settle(self, name: str, use: rules.Use) -> None:
+        self.waiting[name] = []
+        if isinstance(use, rules.Kept) and use.gradients.numel() <= rules.SMALL * self.n:
+            self.small[name] = use
+            return
         squares, self.uses[name] = rules.settle(use)
         self.squares.append(squares)
-        self.waiting[name] = []
 
     def emitter(self, tensor: Tensor | None) -> layers.Emit | None:
         """Where the use of this tensor is to be handed in; None if it is not trained."""
@@ -102,8 +123,8 @@ class Recording(TorchFunctionMode):
         return self._loose(func, args, kwargs, tensors)
 
     def run(self, layer: layers.Layer, x: Tensor) -> Tensor:
-        if x.dim() == 0 or len(x) == 0 or len(x) % self.n:
-            raise UnsupportedError(f"a layer reads a tensor of shape {list(x.shape)}, which does not divide into {self.n} records")
+        if id(x) in self.sources or x.dim() == 0 or len(x) == 0 or len(x) % self.n:
+            raise UnsupportedError(f"a layer reads a tensor of shape {list(x.shape)}, which are not {self.n} records")
         out: Tensor = layers.Tap.apply(layer, self.token, x)  # type: ignore[no-untyped-call]
         return out
 
@@ -121,7 +142,9 @@ class Recording(TorchFunctionMode):
         kernel, steps = tuple(weight.shape[2:]), _each(dilation, axes)
         x = input
         if input.dim() != axes + 2:
-            raise UnsupportedError(f"a convolution reads a tensor of shape {list(input.shape)} without records in front")
+            raise UnsupportedError(
+                f"a convolution reads a tensor of shape {list(input.shape)} without records in front"
+            )
         if padding == "same":
             both = [d * (k - 1) for k, d in zip(kernel, steps, strict=True)]
             x = F.pad(x, [a for b in reversed(both) for a in (0, b % 2)])
@@ -134,7 +157,12 @@ class Recording(TorchFunctionMode):
         return self.run(layer, x) if emit or emit_bias else layer.forward(x)[0]
 
     def group_norm(
-        self, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+        self,
+        input: Tensor,
+        num_groups: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
     ) -> Tensor:
         emits = [self.emitter(weight), self.emitter(bias)]
         x = _full(input)
@@ -171,6 +199,8 @@ class Recording(TorchFunctionMode):
         if len(args) != 9 or not isinstance(args[2], (list, tuple)) or args[0].dim() != 3:
             raise UnsupportedError("an LSTM over packed or unbatched sequences has no rule")
         x, (h0, c0), flat, has_bias, count, dropout, training, both, batch_first = args
+        if any(id(t) in self.sources for t in (x, h0, c0)):
+            raise UnsupportedError("an LSTM whose first state is trained has no rule")
         size = 4 if has_bias else 2
         ends: list[tuple[Tensor, Tensor]] = []
         x = x.transpose(0, 1) if batch_first else x
@@ -263,7 +293,7 @@ class Recording(TorchFunctionMode):
         tensor, sizes = args[0], args[1:]
         sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, torch.Size)) else sizes
         fresh = len(sizes) > tensor.dim() or (tensor.dim() > 0 and tensor.shape[0] == 1)
-        if not fresh or not sizes or sizes[0] % self.n:
+        if not fresh or not sizes or sizes[0] <= 0 or sizes[0] % self.n:
             return self._derive(func(*args), [tensor])  # type: ignore[no-any-return]
         own = self._per_record(tensor, sizes[0], len(sizes))
         out: Tensor = own.repeat(1, *sizes[1:]) if name == "repeat" else own.expand(*sizes)
@@ -282,6 +312,7 @@ class Recording(TorchFunctionMode):
             emit(rules.Kept(gradient.reshape(self.n, -1, *tensor.shape).sum(1)))
 
         own.register_hook(hand_in)
+        self.leaves.append(own)
         return own
 
 

@@ -6,13 +6,14 @@ gradient itself ("per-record") or from Gram matrices that never form it ("ghost"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+SMALL = 1 << 14
+"""Per-record gradients of at most so many numbers are joined with others."""
 KEEP_BYTES = 1 << 28
 """Per-record gradients of one layer are held until the clip factors are known only if they are smaller than this."""
 
@@ -51,7 +52,8 @@ class Kept:
         return f"{self.held / max(1, len(self.gradients)) / 1024:.0f} KiB for each record"
 
     def squares(self) -> Tensor:
-        return torch.linalg.vector_norm(self.gradients.reshape(len(self.gradients), -1), dim=1).square()
+        norms: Tensor = torch.linalg.vector_norm(self.gradients.reshape(len(self.gradients), -1), dim=1)
+        return norms.square()
 
     def per_record(self) -> Tensor:
         return self.gradients
@@ -76,15 +78,15 @@ class Linear:
         return compare(self.cost)
 
     def squares(self) -> Tensor:
-        x, g = _wide(self.inputs), _wide(self.outputs)
+        x, g = self.inputs, self.outputs
         if x.shape[1] == 1:
-            return x.square().sum((1, 2)) * g.square().sum((1, 2))
+            return Kept(_wide(x)).squares() * Kept(_wide(g)).squares()
         if self.rule == "ghost":
-            return (torch.bmm(x, x.transpose(1, 2)) * torch.bmm(g, g.transpose(1, 2))).sum((1, 2))
+            return (product(x, x.transpose(1, 2)) * product(g, g.transpose(1, 2))).sum((1, 2))
         return Kept(self.per_record()).squares()
 
     def per_record(self) -> Tensor:
-        return torch.bmm(_wide(self.outputs).transpose(1, 2), _wide(self.inputs))
+        return product(self.outputs.transpose(1, 2), self.inputs)
 
     def weighted(self, factors: Tensor) -> Tensor:
         scaled = _wide(self.outputs) * factors[:, None, None]
@@ -109,12 +111,12 @@ class Embedding:
         return f"only {self.tokens.shape[1]} of {self.vocabulary} rows are read"
 
     def squares(self) -> Tensor:
-        g = _wide(self.outputs)
+        g = self.outputs
         same = self.tokens[:, :, None] == self.tokens[:, None, :]
-        return (torch.bmm(g, g.transpose(1, 2)) * (same & (self.tokens >= 0)[:, :, None])).sum((1, 2))
+        return (product(g, g.transpose(1, 2)) * (same & (self.tokens >= 0)[:, :, None])).sum((1, 2))
 
     def per_record(self) -> Tensor:
-        n, t, d = self.outputs.shape
+        n, _, d = self.outputs.shape
         rows = (self.tokens + torch.arange(n, device=self.tokens.device)[:, None] * self.vocabulary).flatten()
         out = self.outputs.new_zeros(n * self.vocabulary, d, dtype=_wide(self.outputs).dtype)
         return self._scatter(out, rows, torch.ones_like(out[:, 0][:n])).view(n, self.vocabulary, d)
@@ -132,7 +134,7 @@ class Embedding:
         picked = _wide(head.outputs).transpose(1, 2)  # [n, vocabulary, s]
         rows = self.tokens.clamp(min=0)[:, :, None].expand(-1, -1, picked.shape[2])
         picked = picked.gather(1, rows) * (self.tokens >= 0)[:, :, None]
-        return (torch.bmm(_wide(self.outputs), _wide(head.inputs).transpose(1, 2)) * picked).sum((1, 2))
+        return (product(self.outputs, head.inputs.transpose(1, 2)) * picked).sum((1, 2))
 
 
 class Tied:
@@ -184,6 +186,18 @@ def settle(use: Use, keep_bytes: int = KEEP_BYTES) -> tuple[Tensor, Use]:
     return kept.squares(), (kept if kept.held <= max(keep_bytes, use.held) else use)
 
 
+class Joined:
+    """Small per-record gradients of many parameters side by side, so that one pass takes all their norms and sums."""
+
+    def __init__(self, kept: dict[str, Kept]) -> None:
+        self.shapes = {name: use.gradients.shape[1:] for name, use in kept.items()}
+        self.kept = Kept(torch.cat([use.gradients.reshape(len(use.gradients), -1) for use in kept.values()], 1))
+
+    def weighted(self, factors: Tensor) -> dict[str, Tensor]:
+        pieces = self.kept.weighted(factors).split([shape.numel() for shape in self.shapes.values()])
+        return {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
+
+
 def merge(uses: list[Use]) -> Use:
     """All uses of one parameter as one use, so that their gradients are added before the norm is taken."""
     linear = [use for use in uses if isinstance(use, Linear)]
@@ -199,17 +213,18 @@ def merge(uses: list[Use]) -> Use:
     return Tied(tables[0], head) if tables else head
 
 
-def compare(cost: dict[str, float]) -> str:
+def compare(cost: Mapping[str, float]) -> str:
     """The costs of the rules in words."""
     return ", ".join(f"{name} {value / 1e6:.3g} M" for name, value in cost.items()) + " multiplications for each record"
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched matrix product in float32 of the given values; half precision stays exact (its products fit float32)."""
+    if a.dtype == b.dtype == torch.bfloat16 and a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(_wide(a), _wide(b))
 
 
 def _wide(tensor: Tensor) -> Tensor:
     """Half precision is widened exactly: norm and sum are of the same values."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def pad_to(tensor: Tensor, *sizes: int) -> Tensor:
-    """Zeros after the last dimensions (or a cut of them) so that they have these sizes."""
-    amounts = [a for size, have in zip(sizes, tensor.shape[-len(sizes) :], strict=True) for a in (size - have, 0)]
-    return F.pad(tensor, amounts[::-1])

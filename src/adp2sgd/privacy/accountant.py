@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,8 @@ ADJACENCIES = (ADD_REMOVE, "replace-one")
 GRID_TOLERANCE = 2e-3  # the grid is refined until ε moves by less than this share
 LARGEST_PLD = 150.0  # in RDP's ε: above it nothing is protected, and RDP's bound says as much
 MOST_PLD_STEPS = 10**7
-ROUNDING_PER_STEP = 1e-16  # error in δ that raising a Fourier transform to the number of steps leaves, per step
+REACH = 10.0  # standard deviations of noise that a table covers
+BEYOND = 1.6e-23  # chance per step of more, counted as certain loss
 
 Part = tuple[float, float, int]
 """(noise multiplier, accounted rate, steps)."""
@@ -114,8 +114,8 @@ def _beyond_pld(parts: tuple[Part, ...], delta: float, adjacency: str) -> str:
     steps = sum(count for _, _, count in parts)
     if steps > MOST_PLD_STEPS:
         return f"{steps} steps are too many for PLD"
-    if delta < 10 * ROUNDING_PER_STEP * steps:
-        return f"δ = {delta:g} lies within the rounding error of {steps} steps"
+    if delta < 1000 * BEYOND * steps:
+        return f"δ = {delta:g} is too small for PLD"
     weakest = min(noise for noise, _, _ in parts)
     if adjacency == ADD_REMOVE:
         return "ε passes 100" if _by_rdp(parts, delta, adjacency).epsilon > LARGEST_PLD else ""
@@ -164,66 +164,141 @@ def _spacing(parts: tuple[Part, ...], adjacency: str) -> float:
 
 def _on_grid(parts: tuple[Part, ...], spacing: float, delta: float, adjacency: str) -> float:
     """ε by loss distributions on one grid. An upper bound, whatever the grid."""
-    total: Any = None
-    steps = sum(count for _, _, count in parts)
+    changes = ("remove", "add") if adjacency == ADD_REMOVE else ("replace",)
     with np.errstate(all="ignore"):
-        for noise, rate, count in parts:
-            pld = _one_step(noise, rate, spacing, adjacency).self_compose(count, delta * 1e-6)
-            total = pld if total is None else total.compose(pld)
-        return float(total.get_epsilon_for_delta(delta - ROUNDING_PER_STEP * steps))
+        return max(_composed(parts, spacing, delta, change) for change in changes)
+
+
+def _composed(parts: tuple[Part, ...], spacing: float, delta: float, change: str) -> float:
+    """ε of all steps together for one kind of change to the data.
+
+    Tables are tilted by exp(tilt · loss) before their Fourier transforms are raised to the number of steps, and tilted
+    back after: rounding errors are then relative to the tail that ε is read from, not to the whole distribution.
+    """
+    from scipy.signal import fftconvolve
+
+    tables = [(_table(noise, rate, spacing, change), count) for noise, rate, count in parts]
+    tilt = _best_tilt(tables, delta)
+    first, sums = _repeated(*tables[0], tilt, spacing)
+    for table, count in tables[1:]:
+        more, factor = _repeated(table, count, tilt, spacing)
+        first, sums = first + more, fftconvolve(sums, factor)
+    certain = BEYOND * sum(count for _, count in tables)
+    log_mass = sum(count * table.cumulant(tilt) for table, count in tables)
+    return _epsilon_at(spacing * (first + np.arange(len(sums))), sums, tilt, math.log(delta - certain) - log_mass)
+
+
+def _repeated(table: _Table, count: int, tilt: float, spacing: float) -> tuple[int, NDArray[np.float64]]:
+    """The tilted distribution of the sum of `count` losses: its first grid point, and chances from there on.
+
+    The transform wraps what lies outside its window; Chernoff's bound makes that at most 1e-12 of the mass.
+    """
+    from scipy.fft import irfft, next_fast_len, rfft
+
+    cumulant = table.cumulant(tilt)
+    weights = np.exp(table.logs + tilt * table.losses - cumulant)
+    mean = float(weights @ table.losses)
+    spread = math.sqrt(count * float(weights @ (table.losses - mean) ** 2)) + spacing
+
+    def bound(slope: float) -> float:
+        return (count * (table.cumulant(tilt + slope) - cumulant) + math.log(2e12)) / slope
+
+    high = min(bound(slope / spread) for slope in (1, 2, 4, 8))
+    low = max(bound(-slope / spread) for slope in (1, 2, 4, 8))
+    size = next_fast_len(max(math.ceil((high - low) / spacing) + 2, len(weights)), real=True)
+    first = math.floor(low / spacing)
+    sums = irfft(rfft(weights, size) ** count, size)
+    return first, np.roll(sums, count * table.first - first)
+
+
+def _best_tilt(tables: list[tuple[_Table, int]], delta: float) -> float:
+    """The tilt that centres the composed distribution near the ε sought: where Chernoff's bound on ε is smallest."""
+    from scipy.optimize import minimize_scalar
+
+    def bound(log_tilt: float) -> float:
+        tilt = math.exp(log_tilt)
+        return float(sum(count * table.cumulant(tilt) for table, count in tables) - math.log(delta)) / tilt
+
+    return math.exp(float(minimize_scalar(bound, bounds=(-8.0, 14.0), method="bounded", options={"xatol": 0.05}).x))
+
+
+def _epsilon_at(losses: NDArray[np.float64], tilted: NDArray[np.float64], tilt: float, log_target: float) -> float:
+    """The smallest ε ≥ 0 with Σ chance·(1 − exp(ε − loss))₊ at most exp(log_target), chance = tilted·exp(−tilt·loss)."""
+    centre = float(losses[np.argmax(tilted)])
+    # Far above the centre nothing is left after tilting back; far below, numbers would overflow.
+    bottom = max(losses[0] - losses[1], centre - 600 / max(tilt, 1.0))
+    kept = (losses >= bottom) & (losses <= centre + 50 / tilt)
+    away = losses[kept] - centre
+    chance = np.maximum(tilted[kept], 0.0) * np.exp(-tilt * away)
+    target = math.exp(log_target + tilt * centre)
+    above = np.cumsum(chance[::-1])[::-1]
+    shrunk = np.cumsum((chance * np.exp(-away))[::-1])[::-1]
+    exceeding = np.flatnonzero(above - np.exp(away) * shrunk > target)
+    if not len(exceeding):
+        return max(0.0, float(losses[kept][0])) if kept.any() else 0.0
+    i = int(exceeding[-1]) + 1
+    if i == len(above):
+        return math.inf
+    return max(0.0, centre + math.log((above[i] - target) / shrunk[i]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Chances of one step's privacy loss at `spacing` · (`first`, `first` + 1, …); BEYOND more may be infinite."""
+
+    first: int
+    losses: NDArray[np.float64]
+    logs: NDArray[np.float64]
+
+    def cumulant(self, tilt: float) -> float:
+        """ln E[exp(tilt · loss)]."""
+        exponent = self.logs + tilt * self.losses
+        peak = float(exponent.max())
+        return peak + math.log(float(np.exp(exponent - peak).sum()))
 
 
 @lru_cache(maxsize=8)
-def _one_step(noise: float, rate: float, spacing: float, adjacency: str) -> Any:
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-
-    if adjacency != ADD_REMOVE:
-        return PrivacyLossDistribution(_table(noise, rate, spacing, "replace"))
-    if rate == 1:
-        return PrivacyLossDistribution(_table(noise, rate, spacing, "remove"))
-    return PrivacyLossDistribution(*(_table(noise, rate, spacing, change) for change in ("remove", "add")))
-
-
-def _table(noise: float, rate: float, spacing: float, change: str) -> Any:
-    """One step's privacy loss on a grid, as dp-accounting's probability table. ε computed from it can only grow.
+def _table(noise: float, rate: float, spacing: float, change: str) -> _Table:
+    """One step's privacy loss on a grid; ε computed from it can only grow.
 
     Between two grid points the loss is split so that total mass and E[exp(−loss)] stay ("connect the dots", Doroshenko
     et al. 2022). dp-accounting's own table takes second differences of δ, whose rounding errors a million steps raise
-    to several percent of ε at small rates; here masses come from the nearer tail and the differences are of order `rate`.
+    to a percent of ε at small rates; here masses come from the nearer tail and the differences are of order `rate`.
     """
-    from dp_accounting.pld.pld_pmf import DensePLDPmf
-    from scipy.special import ndtr
-
-    ends = np.array([-10 * noise - (change == "replace"), 10 * noise + 1])
+    ends = np.array([-REACH * noise - (change == "replace"), REACH * noise + 1])
     low, high = sorted(_loss_of(change, noise, rate, ends))
     first = math.floor(low / spacing)
-    grid = spacing * np.arange(first, math.ceil(high / spacing) + 1)
-    x = _where(change, noise, rate, grid)
+    losses = spacing * np.arange(first, math.ceil(high / spacing) + 1)
+    inside, excess = _cells(change, noise, rate, losses)
+    upper = np.clip(excess / -math.expm1(-spacing), 0, inside)
+    chances = np.append(inside - upper, 0.0)
+    chances[1:] += upper
+    chances[0] += max(0.0, 1 - float(chances.sum()))  # losses below the grid move up to it
+    return _Table(first=first, losses=losses, logs=np.log(chances))
+
+
+def _cells(
+    change: str, noise: float, rate: float, losses: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of each cell between two losses: its probability, and by how much that exceeds exp(lower end) times the
+    probability under the other data set."""
+    from scipy.special import ndtr
+
+    x = _where(change, noise, rate, losses)
     a, b = np.minimum(x[:-1], x[1:]), np.maximum(x[:-1], x[1:])
 
     def mass(centre: float) -> NDArray[np.float64]:
         left, right = (a - centre) / noise, (b - centre) / noise
         return np.where(left > 0, ndtr(-left) - ndtr(-right), ndtr(right) - ndtr(left))
 
-    without, record = mass(0.0), mass(1.0)
-    here, rise = grid[:-1], np.expm1(grid[:-1])
-    # `inside`: probability of each cell. `excess`: its part above exp(lower end) times the other data set's probability.
+    absent, present = mass(0.0), mass(1.0)
+    growth, rise = np.exp(losses[:-1]), np.expm1(losses[:-1])
+    sampled = (1 - rate) * absent + rate * present
     if change == "remove":
-        inside = (1 - rate) * without + rate * record
-        excess = rate * record - (rise + rate) * without
-    elif change == "add":
-        inside = without
-        excess = (rate * np.exp(here) - rise) * without - rate * np.exp(here) * record
-    else:
-        inside = (1 - rate) * without + rate * record
-        excess = rate * record - (1 - rate) * rise * without - rate * np.exp(here) * mass(-1.0)
-    upper = np.clip(excess / -math.expm1(-spacing), 0, inside)
-    chances = np.append(inside - upper, 0.0)
-    chances[1:] += upper
-    # The far ends: the low one moves up to the grid, the high one counts as certain loss.
-    beyond = float(2 * ndtr(-10.0))
-    chances[0] += max(0.0, 1 - beyond - float(chances.sum()))
-    return DensePLDPmf(spacing, first, chances, beyond, True)
+        return sampled, rate * present - (rise + rate) * absent
+    if change == "add":
+        return absent, (rate * growth - rise) * absent - rate * growth * present
+    return sampled, rate * present - (1 - rate) * rise * absent - rate * growth * mass(-1.0)
 
 
 def _loss_of(change: str, noise: float, rate: float, x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -251,9 +326,7 @@ def _by_rdp(parts: tuple[Part, ...], delta: float, adjacency: str, note: str = "
     above = np.asarray(orders) - 1
     # Conversion of Canonne, Kamath and Steinke (2020), proposition 12: tighter than the paper's.
     values = divergence - (math.log(delta) + np.log1p(above)) / above + np.log(above / (1 + above))
-    return Spent(
-        epsilon=max(0.0, float(np.min(values))), delta=delta, accountant="rdp", adjacency=adjacency, note=note
-    )
+    return Spent(epsilon=max(0.0, float(np.min(values))), delta=delta, accountant="rdp", adjacency=adjacency, note=note)
 
 
 def _orders(noise: float) -> tuple[float, ...]:

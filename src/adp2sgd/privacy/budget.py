@@ -1,13 +1,192 @@
-"""A learner's right to draw: a cap on its own steps, fixed before training, and a ledger charged before each draw."""
+"""A learner's right to draw: a cap on its own steps, fixed before training, and a ledger charged before each draw.
+
+Under asynchrony nobody knows how many steps a learner will take, so its guarantee is computed for the cap: a learner
+that reaches it stops training and goes on averaging. What it really took is reported as `epsilon_spent`.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from adp2sgd import config
+from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
+from adp2sgd.privacy.accountant import Spent, epsilon
+from adp2sgd.privacy.calibrate import noise_for, steps_for
+from adp2sgd.privacy.ledger import Ledger
+from adp2sgd.privacy.mechanism import Composed, Guarantee, SampledGaussian
+
+NOTHING = Composed(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Fixed before training: at most `max_steps` runs of `mechanism` on a data set that had spent `before` already."""
+
+    mechanism: SampledGaussian
+    max_steps: int
+    delta: float
+    adjacency: str
+    before: Composed = NOTHING
+
+    def spent_after(self, steps: int, accountant: str = "pld") -> Spent:
+        """ε of everything that the data set has spent once this run has taken `steps` steps."""
+        everything = Composed((*self.before.parts, (self.mechanism, steps)))
+        return epsilon(everything, 1, self.delta, accountant, self.adjacency)
+
+
+def plan(
+    privacy: config.Privacy, *, records: int, batch_size: int, planned_steps: int, before: Composed = NOTHING
+) -> Plan:
+    """Noise and cap for a learner with `records` records that expects to take `planned_steps` steps.
+
+    `epsilon` and `noise_multiplier`: the largest cap within ε. `epsilon` alone: the least noise for the planned steps
+    times `headroom`. `noise_multiplier` alone: that many steps, and the ε that follows.
+    """
+    if batch_size > records:
+        raise ConfigError(
+            f"batch_size = {batch_size} exceeds the smallest shard ({records}); lower it or use fewer learners"
+        )
+    assert privacy.delta is not None
+    rate, cap = batch_size / records, math.ceil(planned_steps * privacy.headroom)
+    goal = {"delta": privacy.delta, "sample_rate": rate, "adjacency": privacy.adjacency, "before": before}
+    noise = privacy.noise_multiplier
+    if noise is None:
+        assert privacy.epsilon is not None
+        noise = noise_for(epsilon=privacy.epsilon, steps=cap, **goal)
+    elif privacy.epsilon is not None:
+        cap = steps_for(epsilon=privacy.epsilon, noise_multiplier=noise, **goal)
+    if cap < 1:
+        raise PrivacyError(
+            f"privacy.epsilon = {privacy.epsilon} allows no step at noise_multiplier = {noise}; "
+            "raise noise_multiplier or epsilon"
+        )
+    mechanism = SampledGaussian(noise, rate)
+    return Plan(mechanism=mechanism, max_steps=cap, delta=privacy.delta, adjacency=privacy.adjacency, before=before)
+
 
 class Budget:
-    """Placeholder."""
+    """A plan with its ledger.
 
-    exhausted = False
+    Guarantee: `draw` returns only while fewer than `max_steps` steps count as spent in this run, over all its starts.
+    """
 
-    def draw(self) -> None: ...
-    def close(self) -> None: ...
-    def figures(self) -> dict: ...
+    def __init__(self, plan: Plan, ledger: Ledger, *, seeded: bool) -> None:
+        self.plan = plan
+        self.seeded = seeded
+        self._ledger = ledger
+        self._failure: LedgerError | None = None
+        counted = dict(ledger.spent().parts).get(plan.mechanism, 0)
+        self._left = max(0, plan.max_steps - (counted - dict(plan.before.parts).get(plan.mechanism, 0)))
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        privacy: config.Privacy,
+        *,
+        dataset: str,
+        site: str,
+        records: int,
+        batch_size: int,
+        planned_steps: int,
+        plan_path: Path,
+        seeded: bool,
+    ) -> Budget:
+        """Open the ledger at `path`; the run's plan is made at its first start and kept in `plan_path`."""
+        ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
+        try:
+            if plan_path.exists():
+                fixed = _read_plan(plan_path)
+            else:
+                fixed = plan(
+                    privacy,
+                    records=records,
+                    batch_size=batch_size,
+                    planned_steps=planned_steps,
+                    before=ledger.spent(),
+                )
+                _write_plan(plan_path, fixed)
+            return cls(fixed, ledger, seeded=seeded)
+        except BaseException:
+            ledger.close()
+            raise
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further step may be drawn: the cap is reached, or the ledger could not be written."""
+        return self._failure is not None or (not self._left and not self._ledger.remaining)
+
+    @property
+    def failure(self) -> LedgerError | None:
+        """Why drawing ended before the cap, if it did."""
+        return self._failure
+
+    @property
+    def steps(self) -> int:
+        """Steps drawn or possibly drawn in this run, over all its starts."""
+        return self.plan.max_steps - self._left - self._ledger.remaining
+
+    def draw(self) -> None:
+        """Charge one step, durably, before its batch and noise are drawn."""
+        if self._ledger.remaining:
+            self._ledger.draw()
+            return
+        block = min(self._left, self._ledger.block)
+        if not block:
+            raise PrivacyError(
+                f"the privacy budget of {self.plan.max_steps} steps is spent; the learner may only average"
+            )
+        try:
+            self._ledger.reserve(block, self.plan.mechanism)
+        except LedgerError as error:
+            self._failure = error
+            raise
+        self._left -= block
+        self._ledger.draw()
+
+    def charge(self, steps: int) -> None:
+        """Count steps of a seeded run that is repeated up to a checkpoint."""
+        for _ in range(steps):
+            self.draw()
+
+    def guarantee(self) -> Guarantee:
+        at_cap, now = self.plan.spent_after(self.plan.max_steps), self.plan.spent_after(self.steps)
+        return Guarantee(
+            epsilon=at_cap.epsilon,
+            epsilon_spent=now.epsilon,
+            delta=self.plan.delta,
+            adjacency=self.plan.adjacency,
+            accountant=at_cap.accountant,
+            sampler=self.plan.mechanism.sampler,
+            steps=self.steps,
+            max_steps=self.plan.max_steps,
+            seeded=self.seeded,
+            note=at_cap.note,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """What a result says of one learner."""
+        found = self.guarantee()
+        return {"epsilon": found.epsilon, "epsilon_spent": found.epsilon_spent, "max_steps": found.max_steps}
+
+    def close(self) -> None:
+        """Return what was reserved and not drawn. Figures stay available."""
+        self._left += self._ledger.remaining
+        self._ledger.close()
+
+
+def _write_plan(path: Path, fixed: Plan) -> None:
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(json.dumps(asdict(fixed)), encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _read_plan(path: Path) -> Plan:
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    parts = tuple((SampledGaussian(**mechanism), count) for mechanism, count in raw["before"]["parts"])
+    return Plan(**{**raw, "mechanism": SampledGaussian(**raw["mechanism"]), "before": Composed(parts)})

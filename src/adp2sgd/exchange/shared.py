@@ -1,0 +1,272 @@
+"""Carries exchange messages between processes of one machine. Linux only.
+
+What is small goes as datagrams between Unix sockets in Linux's abstract namespace; snapshots go through anonymous
+shared memory that the supervisor makes and every learner inherits. Both vanish with the processes, whatever way these
+end: there is nothing to clean up and nothing to find stale. Nothing is ever unpickled, and datagrams from other users
+are dropped (the kernel says who sent them).
+
+A learner's memory: one page of words, then its slots. `sequence` says which snapshot a slot holds, and only its owner
+writes it; the receiver writes the same number to `release` when it has read the slot. A slot that was never released
+(its reader died) is used again after a while; a reader that was merely asleep sees that the sequence has moved on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adp2sgd.errors import ConfigError
+from adp2sgd.exchange.protocol import MESSAGES, Message
+from adp2sgd.learner import Learner
+from adp2sgd.progress import Count
+
+SLOTS = 3  # one exchange at a time, one whose reader has not released it yet, one for a learner that comes back
+PAGE = 4096
+KINDS = tuple(MESSAGES.values())
+HEAD = struct.Struct("<BHHHQBQ")  # kind, sender, receiver, initiator, number, slot, sequence
+COUNT = struct.Struct("<HIQ?")  # learner, start, steps, stopped
+NO_SLOT = 255
+LARGEST = 1 << 16  # bytes of a datagram
+
+
+def require_linux() -> None:
+    if sys.platform != "linux":
+        raise ConfigError(f"train needs Linux (memfd, abstract sockets), not {sys.platform}; use simulate here")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a learner's shared memory is laid out; the same for all."""
+
+    length: int
+    dtype: torch.dtype
+
+    @property
+    def stride(self) -> int:
+        return math.ceil(self.length * self.dtype.itemsize / PAGE) * PAGE
+
+    @property
+    def size(self) -> int:
+        return PAGE + SLOTS * self.stride
+
+    def create(self, learner: int) -> int:
+        """The file descriptor of new, anonymous memory; its pages are taken only when they are written."""
+        descriptor = os.memfd_create(f"adp2sgd-{learner}")
+        os.ftruncate(descriptor, self.size)
+        os.set_inheritable(descriptor, True)
+        return descriptor
+
+
+class Memory:
+    """One learner's words and slots, mapped into this process."""
+
+    def __init__(self, descriptor: int, layout: Layout) -> None:
+        self._map = mmap.mmap(descriptor, layout.size)
+        self._words = memoryview(self._map)[:PAGE].cast("Q")
+        self.slots = [
+            torch.frombuffer(self._map, dtype=layout.dtype, count=layout.length, offset=PAGE + i * layout.stride)
+            if layout.length
+            else torch.empty(0, dtype=layout.dtype)
+            for i in range(SLOTS)
+        ]
+
+    def sequence(self, slot: int) -> int:
+        return self._words[1 + 2 * slot]
+
+    def set_sequence(self, slot: int, value: int) -> None:
+        self._words[1 + 2 * slot] = value
+
+    def released(self, slot: int) -> int:
+        return self._words[2 + 2 * slot]
+
+    def release(self, slot: int, sequence: int) -> None:
+        self._words[2 + 2 * slot] = sequence
+
+    @property
+    def open(self) -> bool:
+        """Whether the owner's death now may leave a half-exchange behind."""
+        return bool(self._words[0])
+
+    @open.setter
+    def open(self, value: bool) -> None:
+        self._words[0] = int(value)
+
+
+class Outbox:
+    """The own memory: where snapshots are taken to. On a GPU `take` also keeps a copy there, for the own half."""
+
+    def __init__(self, memory: Memory, learner: Learner, patience_s: float) -> None:
+        self.memory = memory
+        self.slot = NO_SLOT  # of the last snapshot
+        self._learner = learner
+        self._patience_s = patience_s
+        self._taken = [-math.inf] * SLOTS
+        self._device = learner.state.device
+        self._staged: dict[int, Tensor] = {}
+        self._stream = _pin(memory.slots, self._device)
+
+    @property
+    def free(self) -> int | None:
+        """A slot that nobody reads any more."""
+        now = time.monotonic()
+        for slot in range(SLOTS):
+            overdue = now > self._taken[slot] + self._patience_s
+            if overdue or self.memory.released(slot) == self.memory.sequence(slot):
+                return slot
+        return None
+
+    def take(self) -> Tensor:
+        """The learner's snapshot in a free slot. Ask for `free` first."""
+        slot = self.free
+        assert slot is not None
+        self.slot = slot
+        self._taken[slot] = time.monotonic()
+        self.memory.set_sequence(slot, self.memory.sequence(slot) + 1)  # a late reader notices before the first byte
+        if self._stream is None:
+            return self._learner.snapshot(self.memory.slots[slot])
+        return self._through_gpu(slot, self._stream)
+
+    def settle(self, slot: int) -> None:
+        """Nobody was told of this slot's snapshot: it is free at once."""
+        self.memory.release(slot, self.memory.sequence(slot))
+
+    def _through_gpu(self, slot: int, stream: torch.cuda.Stream) -> Tensor:
+        """All work on the state is queued behind the training's; only this thread waits for the copy to the host."""
+        if slot not in self._staged:
+            self._staged[slot] = torch.empty_like(self._learner.state)
+        staged = self._learner.snapshot(self._staged[slot])
+        stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(stream):
+            self.memory.slots[slot].copy_(staged, non_blocking=True)
+        stream.synchronize()
+        return staged
+
+
+class Inbox:
+    """The others' memories: where snapshots are read from."""
+
+    def __init__(self, descriptors: list[int], layout: Layout, device: torch.device) -> None:
+        self._descriptors = descriptors
+        self._layout = layout
+        self._device = device
+        self._memories: dict[int, Memory] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._arrived: Tensor | None = None
+
+    def memory(self, learner: int) -> Memory:
+        if learner not in self._memories:
+            memory = self._memories[learner] = Memory(self._descriptors[learner], self._layout)
+            self._stream = _pin(memory.slots, self._device) or self._stream
+        return self._memories[learner]
+
+    def open(self, message: Message, slot: int, sequence: int) -> Message | None:
+        """The message with its snapshot; None if that has been overwritten."""
+        memory = self.memory(message.sender)
+        if memory.sequence(slot) != sequence:
+            return None
+        if self._stream is None:
+            return _with(message, memory.slots[slot], lambda: memory.sequence(slot) == sequence)
+        if self._arrived is None:
+            self._arrived = torch.empty(self._layout.length, dtype=self._layout.dtype, device=self._device)
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # the last exchange may still read it
+        with torch.cuda.stream(self._stream):
+            self._arrived.copy_(memory.slots[slot], non_blocking=True)
+        self._stream.synchronize()
+        return _with(message, self._arrived) if memory.sequence(slot) == sequence else None
+
+
+def _with(message: Message, snapshot: Tensor, intact: object = None) -> Message:
+    from dataclasses import replace
+
+    return replace(message, snapshot=snapshot, intact=intact)  # type: ignore[arg-type]
+
+
+def _pin(slots: list[Tensor], device: torch.device) -> torch.cuda.Stream | None:
+    """Make the slots reachable for the GPU's copy engines, and give a stream for them."""
+    if device.type != "cuda":
+        return None
+    for slot in slots:
+        if len(slot) and not slot.is_pinned():
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True)
+class Datagram:
+    """What arrived: an exchange message with its slot, or a note (JSON) from the supervisor."""
+
+    message: Message | None
+    slot: int = NO_SLOT
+    sequence: int = 0
+    note: bytes = b""
+
+
+class Post:
+    """This process's socket. Sending never waits: what cannot be delivered at once is lost, and the sender told."""
+
+    def __init__(self, token: str, name: str) -> None:
+        self._token = token
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        self._socket.bind(self._address(name))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, to: str, data: bytes) -> bool:
+        """Whether the datagram is in the receiver's queue."""
+        try:
+            self._socket.sendto(data, self._address(to))
+        except (BlockingIOError, ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError as error:
+            if error.errno in {104, 105}:  # the receiver went away, or the kernel is short of buffers
+                return False
+            raise
+        return True
+
+    def receive(self) -> Iterator[bytes]:
+        """All datagrams that wait, if they come from this user or root."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, ancillary, _, _ = self._socket.recvmsg(LARGEST, socket.CMSG_SPACE(12))
+                senders = [struct.unpack("3i", value)[1] for _, kind, value in ancillary if kind == 2]
+                if senders and senders[0] in {0, os.getuid()}:
+                    yield data
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _address(self, name: str) -> bytes:
+        return f"\0adp2sgd/{self._token}/{name}".encode()
+
+
+def encode(message: Message, slot: int = NO_SLOT, sequence: int = 0) -> bytes:
+    """A fixed head and the step counts; the snapshot stays in its slot."""
+    kind = KINDS.index(type(message))
+    head = HEAD.pack(kind, message.sender, message.receiver, message.initiator, message.number, slot, sequence)
+    counts = (COUNT.pack(*key, count.steps, count.stopped) for key, count in message.progress.items())
+    return head + b"".join(counts)
+
+
+def decode(data: bytes) -> Datagram:
+    """The reverse; whatever is not a message is a note."""
+    if data[:1] == b"{":
+        return Datagram(None, note=data)
+    kind, sender, receiver, initiator, number, slot, sequence = HEAD.unpack_from(data)
+    counts = COUNT.iter_unpack(data[HEAD.size :])
+    progress = {(learner, start): Count(steps, stopped) for learner, start, steps, stopped in counts}
+    message = KINDS[kind](sender=sender, receiver=receiver, initiator=initiator, number=number, progress=progress)
+    return Datagram(message, slot, sequence)

@@ -1,0 +1,249 @@
+"""What private mode refuses before it starts: each refusal is one line with the reason and the fix.
+
+`check_model` once per task, `check_budget` once per shard size. Neither looks at a record's values: a refusal that
+depended on them would itself tell something about the data.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from adp2sgd.errors import PrivacyError
+from adp2sgd.privacy.mechanism import POISSON
+
+if TYPE_CHECKING:
+    from adp2sgd.task import Loss
+
+PROBES = 3  # synthetic records in a batch
+WATCHED = 1  # the one whose gradient is watched has others before and after it
+_NO_BATCHNORM = 'use norm = "group", or adp2sgd.models.norm.without_batchnorm(model)'
+
+
+def check_budget(
+    *,
+    records: int,
+    delta: float | None,
+    clip_norm: float,
+    sample_rate: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    sampler: str = POISSON,
+    fitted: str | None = None,
+) -> list[str]:
+    """Refuse settings that cannot give a learner with `records` records a guarantee; returns warnings.
+
+    `noise_multiplier` is None where it is still to be calibrated for `epsilon`; `fitted` is the task's.
+    """
+    if fitted is not None:
+        raise PrivacyError(f"{fitted} is fitted on private records, which noise does not cover; use public constants")
+    if sampler != POISSON:
+        raise PrivacyError(f'sampler = "{sampler}" has no private guarantee here; use "{POISSON}" batches')
+    if not 0 < sample_rate <= 1:
+        raise PrivacyError(
+            f"sample_rate = {sample_rate:.4g} (batch_size over {records} records) is not in (0, 1]; "
+            f"use a batch_size from 1 to {records}"
+        )
+    if not 0 < clip_norm < math.inf:
+        raise PrivacyError(
+            f"clip_norm = {clip_norm} does not bound a record's gradient; use a positive one such as 1.0"
+        )
+    if epsilon is None and noise_multiplier is None:
+        raise PrivacyError("neither epsilon nor noise_multiplier is set; set privacy.epsilon, for example to 3.0")
+    if epsilon is not None and not 0 < epsilon < math.inf:
+        raise PrivacyError(f"epsilon = {epsilon} is no budget; use a positive, finite one such as 3.0")
+    if noise_multiplier is not None and not 0 < noise_multiplier < math.inf:
+        raise PrivacyError(
+            f"noise_multiplier = {noise_multiplier} meets no budget; use a positive one such as 1.0, or leave it out"
+        )
+    return _check_delta(delta, records)
+
+
+def _check_delta(delta: float | None, records: int) -> list[str]:
+    limit = 1 / max(records, 1)
+    if delta is None:
+        raise PrivacyError(f"delta is missing; set privacy.delta well below 1/{records} records = {limit:.1g}")
+    if not 0 < delta < limit:
+        raise PrivacyError(
+            f"delta = {delta:g} must be above 0 and below 1/{records} records = {limit:.2g}, else publishing a whole "
+            f"record could meet it; use {limit / 10:.0e} or less"
+        )
+    if delta >= 0.1 * limit:
+        return [
+            f"delta = {delta:g} is close to 1/{records} records = {limit:.2g}; {limit / 10:.0e} or less is customary"
+        ]
+    return []
+
+
+def check_model(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> list[str]:
+    """Refuse a model or loss in which one record touches another's gradient; returns warnings.
+
+    Of `inputs` (as the model reads them) and `targets` only dtype, device and the shape of a row are used; the probe
+    runs on synthetic rows and on a copy of the module in float64, where rounding cannot be taken for a coupling.
+    It finds what moves a record's gradient by more than 1e-9 of its norm there; it cannot prove that nothing does.
+    """
+    _refuse_batchnorm(module)
+    warnings = []
+    probe = _Probe.of(module, loss, inputs, targets, torch.float64)
+    try:
+        batch = probe.answer(probe.inputs, probe.targets)
+    except PrivacyError:
+        probe = _Probe.of(module, loss, inputs, targets, None)
+        batch = probe.answer(probe.inputs, probe.targets)
+        warnings = [
+            "the model does not run in float64, so records that move each other's gradient by 1 % are unchecked"
+        ]
+    _refuse_idle_parameters(probe, batch)
+    _refuse_changed_buffers(probe)
+    return warnings + _refuse_coupling(probe, batch)
+
+
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """A synthetic batch's outputs, and the gradient of the watched record's loss by parameter."""
+
+    outputs: Tensor
+    gradient: tuple[Tensor | None, ...]
+    random: bool  # whether the forward pass drew random numbers
+
+
+@dataclass(frozen=True, eq=False)
+class _Probe:
+    """A copy of the model in training mode without dropout, the loss, and two synthetic batches of PROBES records
+    that share the watched record and nothing else."""
+
+    module: nn.Module
+    buffers: dict[str, Tensor]  # as they were before any forward pass
+    loss: Loss
+    inputs: Tensor
+    targets: Tensor
+    tolerance: float  # of a gradient, relative to its norm
+
+    @classmethod
+    def of(cls, module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, dtype: torch.dtype | None) -> _Probe:
+        """In `dtype`, or as the module and its inputs are."""
+        module = copy.deepcopy(module).train().to(dtype)
+        for part in module.modules():
+            if isinstance(part, _DropoutNd):
+                part.p = 0.0
+            elif isinstance(getattr(part, "dropout", None), float):  # recurrent layers and attention
+                part.dropout = 0.0  # type: ignore[assignment]
+        generator = Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in module.parameters():  # layers that start at zero would hide what lies behind them
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.01)
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        rows, labels = (_synthetic(like, generator, dtype) for like in (inputs, targets))
+        return cls(module, buffers, loss, rows, labels, 1e-2 if dtype is None else 1e-9)
+
+    def answer(self, inputs: Tensor, targets: Tensor) -> _Answer:
+        """A model that draws random numbers gets the same ones for every batch of one size."""
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if not parameters:
+            raise PrivacyError("the model has no trainable parameter; set requires_grad on those to be trained")
+        try:
+            with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []), torch.enable_grad():
+                torch.manual_seed(0)
+                before = _random_state(inputs.device)
+                outputs = self.module(inputs)
+                losses = self.loss(outputs, targets)
+                _refuse_shape(losses, len(inputs))
+                gradient = torch.autograd.grad(losses[min(WATCHED, len(losses) - 1)], parameters, allow_unused=True)
+                random = not torch.equal(before, _random_state(inputs.device))
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            reason = str(error).split("\n")[0]
+            raise PrivacyError(
+                f"the gradient of a synthetic batch of {len(inputs)} could not be taken ({reason}); "
+                "private mode needs a model and a loss that take any number of records"
+            ) from error
+        if not all(bool(tensor.isfinite().all()) for tensor in (losses, *gradient) if tensor is not None):
+            raise PrivacyError("a synthetic record has no finite loss and gradient; check the model's initial weights")
+        return _Answer(outputs.detach(), gradient, random)
+
+
+def _synthetic(like: Tensor, generator: Generator, dtype: torch.dtype | None) -> Tensor:
+    """PROBES random rows of the shape of `like`, floats in `dtype`; integers are 0 or 1, which every vocabulary has."""
+    shape = (PROBES, *like.shape[1:])
+    if like.is_floating_point():
+        return torch.rand(shape, generator=generator, dtype=torch.float64).to(like.device, dtype or like.dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(like.device, like.dtype)
+
+
+def _with_others(batch: Tensor) -> Tensor:
+    """The batch with every value changed in all records but the watched one."""
+    others = 1 - batch if batch.is_floating_point() else batch.logical_not().to(batch.dtype)
+    others[WATCHED] = batch[WATCHED]
+    return others
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _refuse_shape(losses: Tensor, count: int) -> None:
+    if losses.shape != (count,):
+        raise PrivacyError(
+            f"the loss of {count} records has shape {tuple(losses.shape)}; return one loss per record, "
+            'as torch losses do with reduction="none"'
+        )
+
+
+def _refuse_batchnorm(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm):
+            kind = type(part).__name__
+            raise PrivacyError(f"{name or 'the model'} ({kind}) mixes the records of a batch; {_NO_BATCHNORM}")
+
+
+def _refuse_idle_parameters(probe: _Probe, batch: _Answer) -> None:
+    trained = [name for name, parameter in probe.module.named_parameters() if parameter.requires_grad]
+    for name, part in zip(trained, batch.gradient, strict=True):
+        if part is None:
+            raise PrivacyError(f"parameter {name} gets no gradient of a record; use it in forward or freeze it")
+
+
+def _refuse_changed_buffers(probe: _Probe) -> None:
+    for name, buffer in probe.module.named_buffers():
+        if name not in probe.buffers or not torch.equal(probe.buffers[name], buffer):
+            raise PrivacyError(
+                f"buffer {name} changes in a forward pass, by values of records without noise; make it constant, or "
+                "use a module without running state"
+            )
+
+
+def _refuse_coupling(probe: _Probe, batch: _Answer) -> list[str]:
+    others = probe.answer(_with_others(probe.inputs), _with_others(probe.targets))
+    if not _same_gradient(batch, others, probe.tolerance):
+        if not torch.allclose(batch.outputs[WATCHED], others.outputs[WATCHED], rtol=probe.tolerance, atol=0):
+            raise PrivacyError(f"the model's output for a record depends on the others in its batch; {_NO_BATCHNORM}")
+        raise PrivacyError("the loss of a record depends on the others in its batch; make it a function of that record")
+    if batch.random:
+        return [
+            "the model draws random numbers in its forward pass, so whether the size of a batch matters is unchecked"
+        ]
+    alone = probe.answer(probe.inputs[WATCHED, None], probe.targets[WATCHED, None])
+    if not _same_gradient(batch, alone, probe.tolerance):
+        raise PrivacyError(
+            "a record's gradient alone differs from its gradient in a batch; make model and loss independent of the "
+            "batch's size"
+        )
+    return []
+
+
+def _same_gradient(left: _Answer, right: _Answer, tolerance: float) -> bool:
+    # Over all parameters together: a part that is zero but for rounding has no scale of its own.
+    difference = largest = 0.0
+    for one, other in zip(left.gradient, right.gradient, strict=True):
+        if one is not None and other is not None:
+            difference += float((one - other).square().sum())
+            largest += max(float(one.square().sum()), float(other.square().sum()))
+        elif one is not other:
+            return False
+    return difference <= tolerance**2 * largest

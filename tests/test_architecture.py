@@ -1,0 +1,98 @@
+"""The tree is the architecture: imports point one way, public names are stated, the README's code runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT, adp2sgd
+
+SOURCE = ROOT / "src" / "adp2sgd"
+
+LAYERS = {
+    "errors": 0,
+    "config": 1,
+    "flat": 1,
+    "progress": 1,
+    "theory": 2,
+    "privacy": 2,
+    "topology": 3,
+    "data": 3,
+    "models": 3,
+    "task": 4,
+    "gradient": 5,
+    "learner": 6,
+    "exchange": 7,
+    "record": 7,
+    "engine": 8,
+    "view": 9,
+    "demo": 10,
+    "cli": 11,
+    "__init__": 11,
+    "__main__": 12,
+}
+
+
+def imports(path: Path) -> set[str]:
+    """The parts of adp2sgd that a file imports, at its top level or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "adp2sgd":
+            parts = node.module.split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("adp2sgd.")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_one_way(path: Path) -> None:
+    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    assert own in LAYERS, f"give {own} a layer"
+    for other in imports(path) - {own}:
+        assert LAYERS[other] < LAYERS[own], f"{own} must not import {other}"
+
+
+def test_the_algorithm_knows_no_clock_no_socket_and_no_process() -> None:
+    for name in ("learner.py", "exchange/protocol.py"):
+        text = (SOURCE / name).read_text(encoding="utf-8")
+        assert not re.search(r"^\s*(import|from) (time|socket|multiprocessing|subprocess|os)\b", text, re.MULTILINE)
+
+
+def test_public_names_exist_and_are_stated() -> None:
+    import adp2sgd as package
+
+    assert sorted(package.__all__) == package.__all__
+    for name in package.__all__:
+        assert hasattr(package, name)
+
+
+def test_the_readmes_python_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_readmes_commands_exist(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    verbs = set(re.findall(r"^\$ adp2sgd ([a-z]+)", text, re.MULTILINE))
+    assert {"simulate", "topology", "privacy"} <= verbs
+    for verb in verbs:
+        assert adp2sgd(verb, "--help", cwd=tmp_path).returncode == 0
+
+
+def test_the_readmes_targets_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"\bmake ([a-z-]+)", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_readmes_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"

@@ -1,0 +1,237 @@
+"""What private mode refuses: one line, the reason, the fix. And what it must not refuse."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from adp2sgd.errors import PrivacyError
+from adp2sgd.models import build
+from adp2sgd.models.norm import without_batchnorm
+from adp2sgd.privacy.checks import check_budget, check_model
+from adp2sgd.task import cross_entropy
+
+FEATURES, CLASSES = 6, 4
+INPUTS, TARGETS = torch.zeros(2, FEATURES), torch.zeros(2, dtype=torch.int64)
+BUDGET = {"records": 1000, "delta": 1e-5, "clip_norm": 1.0, "sample_rate": 0.1, "epsilon": 3.0, "noise_multiplier": 1.0}
+
+
+class Wrapped(nn.Module):
+    """Linear layers around a function of the hidden batch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES), function
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, inputs):
+        return self.last(self.function(self.first(inputs)))
+
+
+class Counting(nn.Module):
+    """Keeps a running mean that it never uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, inputs):
+        self.mean += 0.1 * (inputs.detach().mean(0) - self.mean)
+        return self.linear(inputs)
+
+
+class Idle(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.unused = nn.Linear(FEATURES, CLASSES), nn.Linear(3, 3)
+
+    def forward(self, inputs):
+        return self.linear(inputs)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 5)
+        self.lstm = nn.LSTM(5, 7, num_layers=2, dropout=0.4, bidirectional=True, batch_first=True)
+        self.last = nn.Linear(14, CLASSES)
+        self.register_buffer("shift", torch.ones(CLASSES))
+
+    def forward(self, inputs):
+        return self.last(self.lstm(self.embed(inputs))[0]) + self.shift
+
+
+def image_model(norm):
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), norm(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 64, CLASSES)
+    )
+
+
+IMAGES, PHOTOS = torch.zeros(2, 3, 8, 8), torch.zeros(2, 3, 32, 32)
+FINE = {
+    "linear": (nn.Linear(FEATURES, CLASSES), cross_entropy, INPUTS, TARGETS),
+    "images": (image_model(lambda n: nn.GroupNorm(2, n)), cross_entropy, IMAGES, TARGETS),
+    "replaced": (without_batchnorm(image_model(nn.BatchNorm2d)), cross_entropy, IMAGES, TARGETS),
+    "instance": (image_model(nn.InstanceNorm2d), cross_entropy, IMAGES, TARGETS),
+    "sequences": (
+        Recurrent(),
+        cross_entropy,
+        torch.zeros(2, 5, dtype=torch.int64),
+        torch.zeros(2, 5, dtype=torch.int64),
+    ),
+    "regression": (nn.Linear(FEATURES, 1), lambda o, t: (o[:, 0] - t) ** 2, INPUTS, torch.zeros(2)),
+    "many kinks": (build("mobilenet_v2", norm="group"), cross_entropy, PHOTOS, TARGETS),  # moves by 0.4 % in float32
+    "double": (nn.Linear(FEATURES, CLASSES).double(), cross_entropy, INPUTS.double(), TARGETS),
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_models_that_treat_records_one_by_one_pass(name):
+    module, loss, inputs, targets = FINE[name]
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    random, training = torch.get_rng_state(), module.training
+    assert check_model(module, loss, inputs, targets) == []
+    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert module.training == training
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+MIXING = {
+    "centred": lambda h: h - h.mean(0),
+    "weakly": lambda h: h + 1e-6 * h.mean(0),
+    "attends": lambda h: functional.softmax(h @ h.T, dim=1) @ h,
+    "looks back": lambda h: h.cumsum(0),
+    "looks ahead": lambda h: h.flip(0).cumsum(0).flip(0),
+    "functional batch norm": lambda h: functional.batch_norm(h, None, None, training=True),
+    "random and mixing": lambda h: functional.dropout(h, 0.5) - h.mean(0),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_models_that_mix_records_are_refused(name):
+    with pytest.raises(PrivacyError, match="depends on the others in its batch; use norm = "):
+        check_model(Wrapped(MIXING[name]), cross_entropy, INPUTS, TARGETS)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm, nn.LazyBatchNorm2d])
+def test_batchnorm_is_refused_by_name(norm):
+    with pytest.raises(PrivacyError, match=r'1 \(\w*BatchNorm\w*\) mixes .*norm = "group".*without_batchnorm'):
+        check_model(
+            image_model(lambda n: norm() if "Lazy" in norm.__name__ else norm(n)), cross_entropy, IMAGES, TARGETS
+        )
+
+
+def test_what_depends_on_the_size_of_the_batch_is_refused():
+    with pytest.raises(PrivacyError, match="alone differs"):
+        check_model(Wrapped(lambda h: h * len(h)), cross_entropy, INPUTS, TARGETS)
+    with pytest.raises(PrivacyError, match="alone differs"):
+        check_model(Wrapped(torch.relu), lambda o, t: cross_entropy(o, t) / len(t), INPUTS, TARGETS)
+
+
+def test_randomness_that_cannot_be_switched_off_is_a_warning():
+    warnings = check_model(Wrapped(lambda h: functional.dropout(h, 0.5)), cross_entropy, INPUTS, TARGETS)
+    assert len(warnings) == 1
+    assert "random numbers" in warnings[0]
+
+
+def test_a_model_that_insists_on_float32_is_probed_as_it_is():
+    class Single(Wrapped):
+        def forward(self, inputs):
+            return super().forward(inputs.float())
+
+    (warning,) = check_model(Single(torch.tanh), cross_entropy, INPUTS, TARGETS)
+    assert "float64" in warning
+    with pytest.raises(PrivacyError, match="depends on the others in its batch"):
+        check_model(Single(lambda h: h + 0.1 * h.mean(0)), cross_entropy, INPUTS, TARGETS)
+
+
+LOSSES = {
+    "mean": (functional.cross_entropy, r"shape \(\); return one loss per record"),
+    "per output": (lambda o, t: o**2, r"shape \(3, 4\); return one loss per record"),
+    "softmax over records": (lambda o, t: -o.log_softmax(0).gather(1, t[:, None])[:, 0], "loss of a record depends"),
+    "contrastive": (lambda o, t: (o @ o.T).logsumexp(1), "loss of a record depends"),
+    "class weights": (
+        lambda o, t: cross_entropy(o, t) / torch.bincount(t, minlength=2)[t],
+        "loss of a record depends|alone differs",
+    ),
+    "detached": (lambda o, t: (o.sum(1) * 0).detach(), "could not be taken"),
+    "not finite": (lambda o, t: cross_entropy(o, t) * math.inf, "no finite loss"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_couple_records_or_give_no_gradient_are_refused(name):
+    loss, told = LOSSES[name]
+    with pytest.raises(PrivacyError, match=told):
+        check_model(Wrapped(torch.tanh), loss, INPUTS, TARGETS)
+
+
+def test_running_state_is_refused_by_name():
+    with pytest.raises(PrivacyError, match="buffer mean changes"):
+        check_model(Counting(), cross_entropy, INPUTS, TARGETS)
+    tracking = image_model(lambda n: nn.InstanceNorm2d(n, track_running_stats=True))
+    with pytest.raises(PrivacyError, match=r"buffer 1\.running_mean changes"):
+        check_model(tracking, cross_entropy, IMAGES, TARGETS)
+
+
+def test_parameters_without_gradient_are_refused_unless_frozen():
+    module = Idle()
+    with pytest.raises(PrivacyError, match=r"unused\.weight gets no gradient .* freeze it"):
+        check_model(module, cross_entropy, INPUTS, TARGETS)
+    module.unused.requires_grad_(False)
+    assert check_model(module, cross_entropy, INPUTS, TARGETS) == []
+    with pytest.raises(PrivacyError, match="no trainable parameter"):
+        check_model(module.requires_grad_(False), cross_entropy, INPUTS, TARGETS)
+
+
+def test_a_model_that_needs_a_fixed_batch_is_refused_in_one_line():
+    with pytest.raises(PrivacyError, match="synthetic batch of 3 could not be taken") as refusal:
+        check_model(Wrapped(lambda h: h.view(2, -1)), cross_entropy, INPUTS, TARGETS)
+    assert "\n" not in str(refusal.value)
+
+
+def test_values_of_records_play_no_part():
+    poisoned = torch.full_like(INPUTS, math.nan)
+    assert check_model(nn.Linear(FEATURES, CLASSES), cross_entropy, poisoned, TARGETS - 100) == []
+
+
+REFUSED = {
+    "delta is missing": {"delta": None},
+    "delta = 0.001 must be .* below 1/1000": {"delta": 1e-3},
+    "delta = 0 must": {"delta": 0.0},
+    "delta = nan must": {"delta": math.nan},
+    "clip_norm = 0": {"clip_norm": 0.0},
+    "clip_norm = -1": {"clip_norm": -1.0},
+    "clip_norm = inf": {"clip_norm": math.inf},
+    "clip_norm = nan": {"clip_norm": math.nan},
+    "noise_multiplier = 0": {"noise_multiplier": 0.0},
+    "noise_multiplier = nan": {"noise_multiplier": math.nan},
+    "sample_rate = 1.31 .* batch_size from 1 to 1000": {"sample_rate": 1.31},
+    "sample_rate = 0 ": {"sample_rate": 0.0},
+    "epsilon = -1": {"epsilon": -1.0},
+    "epsilon = inf": {"epsilon": math.inf},
+    "neither epsilon nor": {"epsilon": None, "noise_multiplier": None},
+    "standardization is fitted on private": {"fitted": "standardization"},
+    'sampler = "reshuffled"': {"sampler": "reshuffled"},
+}
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_settings_without_a_guarantee_are_refused(told):
+    with pytest.raises(PrivacyError, match=told) as refusal:
+        check_budget(**{**BUDGET, **REFUSED[told]})
+    assert "\n" not in str(refusal.value)
+    assert "use " in str(refusal.value) or "set " in str(refusal.value)
+
+
+def test_sound_settings_pass_and_a_large_delta_warns():
+    assert check_budget(**BUDGET) == []
+    assert check_budget(**{**BUDGET, "noise_multiplier": None}) == []
+    assert check_budget(**{**BUDGET, "epsilon": None, "sample_rate": 1.0}) == []
+    (warning,) = check_budget(**{**BUDGET, "delta": 1e-4})
+    assert "1e-04 or less" in warning
+    assert check_budget(**{**BUDGET, "delta": 9.9e-5}) == []

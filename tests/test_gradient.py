@@ -1,0 +1,479 @@
+"""Per-record gradients: every engine against a loop in float64, rule by rule and model by model."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from adp2sgd.errors import ConfigError, PrivacyError
+from adp2sgd.flat import FlatModel
+from adp2sgd.gradient import convolution, rules
+from adp2sgd.gradient.bookkeeping import BookKeeping
+from adp2sgd.gradient.choose import Automatic, build, explain
+from adp2sgd.gradient.convolution import Convolution, Geometry
+from adp2sgd.gradient.functional import Functional
+from adp2sgd.gradient.loop import Loop
+from adp2sgd.gradient.recording import UnsupportedError
+from adp2sgd.models import MODELS
+from adp2sgd.task import cross_entropy
+
+few = settings(max_examples=15, deadline=None, derandomize=True)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_fixed_seed():
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A smooth loss for outputs of any shape; targets are scalars."""
+    return (outputs.flatten(1).sin() * targets[:, None]).sum(1) + outputs.flatten(1).square().mean(1)
+
+
+def check(module: nn.Module, inputs: Tensor, *, copies: int = 1, clip: float = 1.0, engine: type = BookKeeping) -> None:
+    """In float64 the engine equals the loop to rounding; in float32 it equals the float64 loop to 1e-5."""
+    targets = torch.randn(len(inputs) // copies).repeat_interleave(copies)
+    single = FlatModel(module.float())
+    found = engine(single, squared, copies=copies).clipped_sum(_like(inputs, torch.float32), targets, clip)
+    double = FlatModel(module.double())
+    wide = _like(inputs, torch.float64)
+    expected = Loop(double, squared, copies=copies).clipped_sum(wide, targets.double(), clip)
+    exact = engine(double, squared, copies=copies).clipped_sum(wide, targets.double(), clip)
+    assert close(exact.total, expected.total, 1e-9)
+    assert close(exact.norms, expected.norms, 1e-9)
+    assert close(found.total, expected.total, 1e-5)
+    assert close(found.norms, expected.norms, 1e-5)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    assert found.shape == expected.shape
+    difference = torch.linalg.vector_norm(found.double() - expected.double())
+    return bool(difference <= tolerance * torch.linalg.vector_norm(expected.double()) + 1e-12)
+
+
+def _like(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    return inputs.to(dtype) if inputs.is_floating_point() else inputs
+
+
+# --- Each rule, random shapes ---
+
+
+@few
+@given(n=st.integers(0, 5), middle=st.lists(st.integers(1, 4), max_size=2), d=st.integers(1, 9), bias=st.booleans())
+def test_linear(n, middle, d, bias):
+    check(nn.Sequential(nn.Linear(d, 5, bias=bias), nn.Tanh(), nn.Linear(5, 3)), torch.randn(n, *middle, d))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    axes=st.integers(1, 3), n=st.integers(1, 3), groups=st.sampled_from([1, 1, 2, 4]), width=st.integers(1, 3),
+    kernel=st.integers(1, 3), stride=st.integers(1, 3), dilation=st.integers(1, 2),
+    padding=st.sampled_from([0, 1, 2, "same"]), mode=st.sampled_from(["zeros", "zeros", "reflect", "circular"]),
+    size=st.integers(5, 7), bias=st.booleans(), copies=st.integers(1, 2),
+    rule=st.sampled_from(["ghost", "_side_by_side", "_shifts", "_patches"]),
+)  # fmt: skip
+def test_convolution(axes, n, groups, width, kernel, stride, dilation, padding, mode, size, bias, copies, rule):
+    stride = 1 if padding == "same" else stride
+    mode = "zeros" if axes == 3 and mode == "reflect" and padding == "same" else mode
+    layer = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[axes](
+        4, groups * width, kernel, stride, padding, dilation, groups, bias, padding_mode=mode
+    )
+    module = nn.Sequential(layer, nn.Tanh())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Convolution, "_cost", lambda _: {"ghost": 0.0 if rule == "ghost" else 2.0, "per-record": 1.0})
+        if rule != "ghost":
+            patch.setitem(convolution.PER_RECORD, "cpu", getattr(Convolution, rule))
+        check(module, torch.randn(n * copies, 4, *range(size, size + axes)), copies=copies)
+
+
+def test_convolution_rules_are_chosen_by_cost():
+    geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
+    early = Convolution(torch.randn(1, 64, 32, 32), torch.randn(1, 64, 32, 32), torch.randn(64, 64, 3, 3), geometry, 1)
+    late = Convolution(torch.randn(1, 512, 4, 4), torch.randn(1, 512, 4, 4), torch.randn(512, 512, 3, 3), geometry, 1)
+    assert (early.rule, late.rule) == ("per-record", "ghost")
+
+
+@few
+@given(
+    n=st.integers(0, 5), groups=st.integers(1, 3), space=st.lists(st.integers(1, 4), max_size=2), affine=st.booleans()
+)
+def test_group_norm(n, groups, space, affine):
+    norm = nn.GroupNorm(groups, 6 if groups != 3 else 3, affine=affine)
+    first = nn.Conv1d(2, norm.num_channels, 1)
+    inner = nn.Sequential(first, norm, nn.Unflatten(2, space) if space else nn.Identity(), nn.Tanh())
+    check(inner, torch.randn(n, 2, math.prod(space)))
+
+
+@few
+@given(n=st.integers(0, 4), t=st.integers(1, 4), shape=st.lists(st.integers(2, 4), min_size=1, max_size=2))
+def test_layer_norm(n, t, shape):
+    check(nn.Sequential(nn.LayerNorm(shape), nn.Tanh(), nn.LayerNorm(shape)), torch.randn(n, t, *shape))
+
+
+@few
+@given(n=st.integers(0, 5), t=st.integers(1, 9), padding=st.sampled_from([None, 0, -1]))
+def test_embedding(n, t, padding):
+    check(nn.Sequential(nn.Embedding(5, 3, padding_idx=padding), nn.Tanh()), torch.randint(0, 5, (n, t)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layers: int, both: bool, batch_first: bool, bias: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.lstm = nn.LSTM(3, 4, layers, bias=bias, bidirectional=both, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, (hidden, cell) = self.lstm(x if self.batch_first else x.transpose(0, 1))
+        out = out if self.batch_first else out.transpose(0, 1)
+        return torch.cat([out.flatten(1), hidden.transpose(0, 1).flatten(1), cell.transpose(0, 1).flatten(1)], 1)
+
+
+@few
+@given(
+    n=st.integers(1, 4), t=st.integers(1, 5), layers=st.integers(1, 2), both=st.booleans(), first=st.booleans(),
+    bias=st.booleans(), copies=st.integers(1, 2),
+)  # fmt: skip
+def test_lstm(n, t, layers, both, first, bias, copies):
+    check(Recurrent(layers, both, first, bias), torch.randn(n * copies, t, 3), copies=copies)
+
+
+class Attention(nn.Module):
+    def __init__(self, batch_first: bool, own: bool, weights: bool, masked: bool, widths: int | None) -> None:
+        super().__init__()
+        self.own, self.weights, self.masked, self.batch_first = own, weights, masked, batch_first
+        self.inner = nn.MultiheadAttention(6, 2, batch_first=batch_first, kdim=widths, vdim=widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[:, -1] = self.masked
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if self.masked else None
+        x = x if self.batch_first else x.transpose(0, 1)
+        q, k, v = (x, x, x) if self.own else (x.tanh(), x.sin(), x.cos())
+        out, shares = self.inner(q, k, v, padding if self.masked else None, self.weights, mask)
+        out = out if self.batch_first else out.transpose(0, 1)
+        return out if shares is None else torch.cat([out.flatten(1), shares.flatten(1)], 1)
+
+
+@few
+@given(
+    n=st.integers(1, 4), t=st.integers(2, 4), first=st.booleans(), own=st.booleans(), weights=st.booleans(),
+    masked=st.booleans(), widths=st.sampled_from([None, 6]),
+)  # fmt: skip
+def test_attention(n, t, first, own, weights, masked, widths):
+    check(Attention(first, own, weights, masked, widths), torch.randn(n, t, 6))
+
+
+class Loose(nn.Module):
+    """Parameters outside of layers: a class token, positions, scales, a matrix, a centred weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 9, 4))
+        self.scale, self.log = nn.Parameter(torch.randn(4)), nn.Parameter(torch.tensor(0.3))
+        self.matrix, self.weight = nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(3, 5, 2))
+        self.register_buffer("gain", torch.linspace(1, 2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.place[:, : x.shape[1] + 1]
+        x = (x * (self.scale * self.gain) * self.log.exp()).tanh() @ self.matrix
+        weight = self.weight - self.weight.mean(dim=(1, 2), keepdim=True)
+        return F.conv1d(x.transpose(1, 2), weight)
+
+
+@few
+@given(n=st.integers(0, 5), t=st.integers(2, 8), copies=st.integers(1, 3))
+def test_parameters_outside_of_layers(n, t, copies):
+    check(Loose(), torch.randn(n * copies, t, 4), copies=copies)
+
+
+class TiedModel(nn.Module):
+    """A table that is embedding and output layer, and one layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.twice = nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.twice(self.twice(self.table(tokens)).tanh()))
+
+
+@few
+@given(n=st.integers(0, 5), t=st.integers(1, 6), copies=st.integers(1, 2))
+def test_tied_weights_and_repeated_layers(n, t, copies):
+    check(TiedModel(), torch.randint(0, 7, (n * copies, t)), copies=copies)
+
+
+class TwiceConvolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.inner(x).tanh())
+
+
+def test_a_convolution_called_twice():
+    check(TwiceConvolved(), torch.randn(3, 3, 5, 4))
+
+
+def test_rows_folded_into_the_batch_and_frozen_parameters():
+    module = nn.Sequential(
+        nn.Flatten(0, 1),
+        nn.Conv2d(2, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        nn.Conv2d(4, 3, 2),
+        nn.Unflatten(0, (-1, 3)),
+    )
+    module[1].weight.requires_grad_(False)
+    check(module, torch.randn(4, 3, 2, 6, 5))
+
+
+@pytest.mark.parametrize("engine", [Functional, Automatic])
+def test_other_engines(engine):
+    check(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6, 4), copies=2, engine=engine)
+    check(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(1, 4), engine=engine)
+
+
+# --- Whole models ---
+
+PAPER = (
+    "shufflenet", "mobilenet_v2", "efficientnet_b0", "mobilenet", "googlenet", "resnext29", "resnet18", "senet18",
+    "vgg19", "wrn16_4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_models_of_the_paper(name):
+    """In float64: in float32 rounding alone flips ReLUs and poolings, and moves the loop itself by up to 5e-3."""
+    model = FlatModel(MODELS[name](norm="group").double().eval())
+    inputs, targets = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([3, 7])
+    expected = Loop(model, cross_entropy).clipped_sum(inputs, targets, 1.0)
+    found = BookKeeping(model, cross_entropy).clipped_sum(inputs, targets, 1.0)
+    assert close(found.total, expected.total, 1e-9)
+    assert close(found.norms, expected.norms, 1e-9)
+
+
+def test_lstm_of_the_paper_and_small_models():
+    for name, options, shape in [
+        ("lstm", {"inputs": 6, "classes": 9, "hidden": 5, "layers": 2, "projection": 4}, (7, 6)),
+        ("cnn", {"size": 8}, (1, 8, 8)),
+        ("mlp", {"inputs": 4, "classes": 3}, (4,)),
+    ]:
+        check(MODELS[name](**options), torch.randn(3, *shape))
+
+
+def test_standardized_convolutions():
+    model = FlatModel(MODELS["wrn16_4"](norm="group", standardize=True).double())
+    inputs, targets = torch.randn(2, 3, 16, 16, dtype=torch.float64), torch.tensor([3, 7])
+    expected = Loop(model, cross_entropy).clipped_sum(inputs, targets, 1.0)
+    assert close(BookKeeping(model, cross_entropy).clipped_sum(inputs, targets, 1.0).total, expected.total, 1e-9)
+
+
+# --- The contract ---
+
+
+def small() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3)
+    )
+
+
+ENGINES: dict[str, Callable[..., object]] = {"book-keeping": BookKeeping, "functional": Functional, "loop": Loop}
+
+
+@pytest.mark.parametrize("engine", ["auto", "book-keeping", "functional", "loop"])
+def test_contract(engine):
+    model = FlatModel(small())
+    model.grad.fill_(7.0)
+    taken = build(model, cross_entropy, engine=engine)
+    inputs, targets = torch.randn(5, 1, 4, 4), torch.randint(0, 3, (5,))
+    empty = taken.clipped_sum(inputs[:0], targets[:0], 1.0)
+    assert empty.total.abs().sum() == 0
+    assert empty.norms.shape == (0,)
+    found = taken.clipped_sum(inputs, targets, 0.5)
+    assert found.total.dtype == torch.float32
+    assert found.norms.shape == (5,)
+    assert bool((model.grad == 7).all())
+    assert all(p.requires_grad for p in model.module.parameters())
+
+
+@pytest.mark.parametrize("engine", ["auto", "book-keeping", "functional", "loop"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_a_record_without_finite_gradient_contributes_nothing(engine, bad):
+    model = FlatModel(small())
+    taken = build(model, cross_entropy, engine=engine)
+    inputs, targets = torch.randn(5, 1, 4, 4), torch.randint(0, 3, (5,))
+    good = torch.tensor([0, 1, 3])
+    expected = taken.clipped_sum(inputs[good], targets[good], 0.5)
+    inputs[2], inputs[4] = bad, bad
+    found = taken.clipped_sum(inputs, targets, 0.5)
+    assert found.norms.isinf().tolist() == [False, False, True, False, True]
+    assert close(found.total, expected.total, 1e-5)
+    assert close(found.norms[good], expected.norms, 1e-5)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6), clip=st.sampled_from([1e-3, 0.1, 1.0]), autocast=st.sampled_from([None, torch.bfloat16])
+)
+def test_no_record_moves_the_sum_by_more_than_the_clip_norm(seed, clip, autocast):
+    torch.manual_seed(seed)
+    model = FlatModel(small())
+    engine = BookKeeping(model, cross_entropy, autocast=autocast)
+    inputs, targets = 10 * torch.randn(1, 1, 4, 4), torch.randint(0, 3, (1,))
+    alone = engine.clipped_sum(inputs, targets, clip)
+    assert torch.linalg.vector_norm(alone.total.double()) <= clip * (1 + 1e-6)
+    whole = engine.clipped_sum(inputs, targets, float("inf"))
+    # Also under bfloat16 the norm is of the values that are summed.
+    assert close(torch.linalg.vector_norm(whole.total.double())[None], whole.norms, 1e-5)
+
+
+def test_pieces_and_copies():
+    model = FlatModel(small())
+    inputs, targets = torch.randn(14, 1, 4, 4), torch.randint(0, 3, (7,)).repeat_interleave(2)
+    whole = build(model, cross_entropy, copies=2).clipped_sum(inputs, targets, 0.5)
+    pieces = build(model, cross_entropy, copies=2, piece=3).clipped_sum(inputs, targets, 0.5)
+    assert close(pieces.total, whole.total, 1e-5)
+    assert close(pieces.norms, whole.norms, 1e-5)
+    assert whole.norms.shape == (7,)
+
+
+# --- What has no rule ---
+
+
+class Einsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("nd,dp->np", x, self.weight)
+
+
+class Mixed(nn.Module):
+    """Puts the sequence before the batch: rows no longer belong to records in order, which no shape reveals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t = x.shape[:2]
+        return self.inner(x.transpose(0, 1).reshape(t * n, 4)).view(t, n, 3).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "taken"),
+    [(Einsum(), (4,), Functional), (Mixed(), (5, 4), Functional), (nn.GRUCell(4, 3), (4,), Loop)],
+)
+def test_fallback_is_exact_and_said_once(module, shape, taken):
+    model = FlatModel(module)
+    engine = Automatic(model, squared)
+    inputs, targets = torch.randn(6, *shape), torch.randn(6)
+    with pytest.warns(UserWarning, match="slower"):
+        found = engine.clipped_sum(inputs, targets, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.clipped_sum(inputs, targets, 0.5)
+    assert isinstance(engine.chosen, taken)
+    assert close(found.total, Loop(model, squared).clipped_sum(inputs, targets, 0.5).total, 1e-5)
+
+
+def test_book_keeping_names_what_it_cannot_do():
+    with pytest.raises(UnsupportedError, match="einsum of weight"):
+        BookKeeping(FlatModel(Einsum()), squared).clipped_sum(torch.randn(2, 4), torch.randn(2), 1.0)
+
+
+def test_batch_norm_is_refused():
+    model = FlatModel(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    with pytest.raises(PrivacyError, match="BatchNorm"):
+        build(model, squared).clipped_sum(torch.randn(4, 4), torch.randn(4), 1.0)
+
+
+def test_dropout_differs_between_records_and_does_not_disturb_the_choice():
+    model = FlatModel(nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 3)))
+    engine = Automatic(model, cross_entropy)
+    found = engine.clipped_sum(torch.ones(4, 64), torch.zeros(4, dtype=torch.long), 1.0)
+    assert engine.chosen is engine.bookkeeping
+    assert model.module.training
+    assert len(set(found.norms.tolist())) > 1
+
+
+def test_explain():
+    rows = explain(FlatModel(small()), cross_entropy, torch.randn(2, 1, 4, 4), torch.tensor([0, 1]))
+    assert {row.layer: row.parameters for row in rows}["4.weight"] == 192
+    assert {row.layer: row.rule for row in rows}["4.weight"] == "ghost"
+    assert all(row.why for row in rows)
+    fallback = explain(FlatModel(Einsum()), squared, torch.randn(2, 4), torch.randn(2))
+    assert [(row.layer, row.rule) for row in fallback] == [("weight", "functional")]
+    assert "einsum" in fallback[0].why
+
+
+def test_unknown_engine_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="book-keeping"):
+        build(FlatModel(small()), cross_entropy, engine="fast")
+    with pytest.raises(ConfigError, match="copies"):
+        build(FlatModel(small()), cross_entropy, copies=0)
+
+
+def test_large_per_record_gradients_are_not_held():
+    use = rules.Linear(torch.randn(3, 50, 4), torch.randn(3, 50, 5))
+    assert use.rule == "per-record"
+    squares, kept = rules.settle(use, keep_bytes=0)
+    assert isinstance(kept, rules.Kept)  # smaller than what was recorded
+    use.held = 0
+    again, held = rules.settle(use, keep_bytes=0)
+    assert held is use
+    assert torch.equal(squares, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", ["_side_by_side", "_shifts", "_patches"])
+@pytest.mark.parametrize("name", ["cnn", "resnet18", "mobilenet_v2", "resnext29", "lstm", "tied", "attention"])
+def test_gpu_equals_cpu(name, rule, monkeypatch):
+    monkeypatch.setitem(convolution.PER_RECORD, "cuda", getattr(Convolution, rule))
+    options = {"cnn": {"size": 32, "channels": 3}, "lstm": {"inputs": 6, "classes": 9, "hidden": 8, "projection": 4}}
+    inputs, targets = torch.randn(3, 3, 32, 32), torch.randn(3)
+    if name in MODELS:
+        module = MODELS[name](**options.get(name, {"norm": "group"}))
+        inputs = torch.randn(3, 5, 6) if name == "lstm" else inputs
+    elif name == "tied":
+        module, inputs = TiedModel(), torch.randint(0, 7, (3, 6))
+    else:
+        module, inputs = Attention(True, True, False, False, None), torch.randn(3, 5, 6)
+    inputs = _like(inputs, torch.float64)
+    expected = BookKeeping(FlatModel(module.double()), squared).clipped_sum(inputs, targets.double(), 1.0)
+    model = FlatModel(module, "cuda")
+    found = BookKeeping(model, squared).clipped_sum(inputs.cuda(), targets.double().cuda(), 1.0)
+    assert close(found.norms.cpu(), expected.norms, 1e-6)
+    assert close(found.total.cpu(), expected.total, 2e-3)  # the slack where TF32 is allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_bfloat16_and_many_groups():
+    model = FlatModel(small(), "cuda")
+    inputs, targets = torch.randn(40_000, 1, 4, 4, device="cuda"), torch.randint(0, 3, (40_000,), device="cuda")
+    whole = BookKeeping(model, cross_entropy).clipped_sum(inputs, targets, 1.0)
+    pieces = BookKeeping(model, cross_entropy, piece=1000).clipped_sum(inputs, targets, 1.0)
+    assert close(pieces.total.cpu(), whole.total.cpu(), 1e-3)
+    engine = BookKeeping(model, cross_entropy, autocast=torch.bfloat16)
+    for i in range(20):
+        alone = engine.clipped_sum(inputs[i : i + 1], targets[i : i + 1], 0.1)
+        assert torch.linalg.vector_norm(alone.total.double()) <= 0.1 * (1 + 1e-6)
