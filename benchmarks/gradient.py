@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -26,12 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from adp2sgd.flat import FlatModel
+from adp2sgd.gradient import convolution
 from adp2sgd.gradient.choose import build
+from adp2sgd.gradient.convolution import Convolution
+from adp2sgd.gradient.recording import Recording
 from adp2sgd.models import MODELS
 from adp2sgd.task import cross_entropy
 
 Step = Callable[[], object]
 Batch = tuple[Tensor, Tensor]
+WAYS = ("shifts", "patches", "side_by_side")
 
 
 class Transformer(nn.Module):
@@ -173,6 +178,35 @@ def race(options: argparse.Namespace) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row.get("ms", float("inf")))
 
 
+def layers(options: argparse.Namespace) -> None:
+    """Milliseconds of every way to take norm and sum of each convolution: what the constants of the cost rest on."""
+    seen: dict[str, Convolution] = {}
+    settle = Recording._settle
+
+    def watch(self: Recording, name: str, use: Any) -> None:
+        if isinstance(use, Convolution):
+            seen[name] = use
+        settle(self, name, use)
+
+    Recording._settle = watch  # type: ignore[method-assign]
+    prepare("ours", options)()
+    for name, use in reversed(seen.items()):
+        factors = torch.ones(use.n, device=options.device)
+        ways: dict[str, Step] = {"sum": lambda use=use, f=factors: use.weighted(f)}  # type: ignore[misc]
+        ways |= {w: lambda use=use, w=w: getattr(Convolution, f"_{w}")(use) for w in WAYS}  # type: ignore[misc]
+        rule, use.rule = use.rule, "ghost"
+        grams = (use.fold * math.prod(use.grid)) ** 2 * use.n * 4
+        if grams < 2 << 30:
+            ways["ghost"] = use.squares
+        taken = {}
+        for way, step in ways.items():
+            step()
+            taken[way] = 1e3 * min(seconds(step, options.device) for _ in range(options.rounds))
+        figures = " ".join(f"{way} {ms:.3f}" for way, ms in taken.items())
+        shape = f"{list(use.inputs.shape)} → {list(use.outputs.shape[1:])}, groups {use.geometry.groups}"
+        print(f"{name:38}{shape:52}{rule:11}{figures}", flush=True)
+
+
 def peak(name: str, options: argparse.Namespace) -> float:
     """MiB that two steps need beyond weights and inputs."""
     step = prepare(name, options)
@@ -196,6 +230,8 @@ def resident(field: str) -> float:
 def peak_elsewhere(name: str, options: argparse.Namespace) -> float | None:
     given = ["--model", options.model, "--batch", str(options.batch), "--device", options.device, "--peak-of", name]
     given += ["--threads", str(options.threads)]
+    given += ["--way", options.way] if options.way else []
+    given += ["--repeat", str(options.repeat)] if options.repeat else []
     given += [f"--{flag}" for flag in ("bf16", "tf32", "channels-last") if getattr(options, flag.replace("-", "_"))]
     done = subprocess.run([sys.executable, str(Path(__file__)), *given], capture_output=True, text=True, check=False)
     return round(float(done.stdout.split()[-1]), 1) if done.returncode == 0 else None
@@ -217,6 +253,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--no-memory", action="store_true", help="skip the memory runs")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--layers", action="store_true", help="time the rules of each convolution, nothing else")
+    parser.add_argument("--way", choices=WAYS, help="how per-record gradients of convolutions are formed")
+    parser.add_argument("--repeat", type=float, help="what they are taken to cost, in plain weight gradients")
     parser.add_argument("--peak-of", choices=ENGINES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -226,8 +265,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
+    if options.way:
+        convolution.PER_RECORD["cuda"] = convolution.PER_RECORD["cpu"] = getattr(Convolution, f"_{options.way}")
+    if options.repeat:
+        convolution.REPEAT["cuda"] = convolution.REPEAT["cpu"] = options.repeat
     if options.peak_of:
         print(peak(options.peak_of, options))
+        return
+    if options.layers:
+        layers(options)
         return
     rows = race(options)
     machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} CPU threads"

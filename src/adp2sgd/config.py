@@ -181,7 +181,10 @@ class Privacy(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds(Section):
-    """How long a learner's step takes: virtual seconds in the simulator, injected slowness in real engines."""
+    """How long a learner's step takes: virtual seconds in the simulator, injected slowness in real engines.
+
+    Real engines stretch a step by its factor, or with `pad` to `step_s` seconds times its factor; they only sleep.
+    """
 
     kind: str = "constant"
     step_s: float = 1.0  # a normal step
@@ -189,6 +192,7 @@ class Speeds(Section):
     learner: int = 0  # one-slow: who
     spread: float = 0.2  # log-normal: standard deviation of the logarithm
     values: tuple[float, ...] = ()  # list: each learner's factor
+    pad: bool = False  # real engines: every step takes step_s seconds, as in the simulator
 
     def __post_init__(self) -> None:
         _one_of("speeds.kind", self.kind, SPEEDS)

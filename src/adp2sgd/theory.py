@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from adp2sgd.errors import ConfigError
 from adp2sgd.privacy.accountant import Spent, check_delta
@@ -95,9 +95,7 @@ def theorem_1(problem: Problem, *, lr: float, steps: int, sigma: float = 0.0) ->
     else:
         failed.append("C1 > 0")
     bound = 2 * p.gap * k / (eta * steps * b) + 2 * eta * smooth / (b * k) * p._noise(sigma)
-    return Convergence(
-        bound=None if failed else bound, c1=c1, c2=c2, c3=c3, rho_bar=p.rho_bar, failed=tuple(failed)
-    )
+    return Convergence(bound=None if failed else bound, c1=c1, c2=c2, c3=c3, rho_bar=p.rho_bar, failed=tuple(failed))
 
 
 def _c1(problem: Problem, lr: float) -> float:
@@ -152,9 +150,7 @@ def proposition_1(problem: Problem, *, steps: int | None = None, sigma: float = 
     theorem = theorem_1(p, lr=lr, steps=taken, sigma=sigma)
     failed = (("steps ≥ least_steps",) if taken < least else ()) + theorem.failed
     bound = (2 * p.gap + 2 * p.smoothness * p._noise(sigma) / p.batch_size**2) / math.sqrt(taken)
-    return Rate(
-        least_steps=least, steps=taken, lr=lr, bound=None if failed else bound, failed=failed, theorem=theorem
-    )
+    return Rate(least_steps=least, steps=taken, lr=lr, bound=None if failed else bound, failed=failed, theorem=theorem)
 
 
 def _least_steps(problem: Problem) -> int:
@@ -192,68 +188,46 @@ def theorem_2(
     smallest_shard: int,
     steps: int,
     batch_size: int,
-    mu: float,
+    mu: float | None = None,
     lipschitz: float = 1.0,
 ) -> PaperNoise:
     """Theorem 2 (privacy): the σ that it claims to give (ε, δ), replace-one, after `steps` global steps.
 
+    Without `mu`: the least σ whose conditions hold, over 999 values of μ. Batches are drawn without replacement.
     Unsound in three ways. It bounds the sensitivity of the *mean* gradient by 2G/B, while Algorithm 1 noises the *sum*:
     σ is too small by B. Its rate B/(K·n) assumes that nobody knows which worker was active, but a neighbour sees whose
-    model it receives. And it takes p_k = 1/K. See `neighbour_epsilon`. Batches are drawn without replacement.
+    model it receives. And it takes p_k = 1/K. See `neighbour_epsilon`.
     """
-    if not 0 < mu < 1:
+    if mu is not None and not 0 < mu < 1:
         raise ConfigError(f"mu = {mu} is not in (0, 1); it splits ε between divergence and conversion, try 0.2")
     if not epsilon > 0:
         raise ConfigError(f"epsilon = {epsilon} is not positive; use a value above 0")
-    log_delta = math.log(1 / check_delta(delta))
-    alpha = log_delta / ((1 - mu) * epsilon) + 1
-    total = (learners * smallest_shard) ** 2
-    variance = 20 * lipschitz**2 * steps * alpha / (total * mu * epsilon)
-    inner = total * mu * epsilon * batch_size + 5 * steps * alpha * batch_size**3
-    alpha_bound = math.log(learners * smallest_shard * total * mu * epsilon / inner)
-    failed = ("first",) * (epsilon > 10 * batch_size**2 * steps * alpha / (3 * total * mu))
-    failed += ("second",) * (alpha > alpha_bound)
-    return PaperNoise(
-        sigma=math.sqrt(variance),
-        alpha=alpha,
-        alpha_bound=alpha_bound,
-        epsilon=None if failed else epsilon,
-        failed=failed,
-    )
+    log_delta, total = math.log(1 / check_delta(delta)), learners * smallest_shard
 
-
-def smallest_sigma(
-    *,
-    epsilon: float,
-    delta: float,
-    learners: int,
-    smallest_shard: int,
-    steps: int,
-    batch_size: int,
-    lipschitz: float = 1.0,
-) -> PaperNoise:
-    """Theorem 2 at the μ, of 999 tried, with the least σ whose conditions hold; at the least σ of all where none does."""
-    answers = [
-        theorem_2(
-            epsilon=epsilon,
-            delta=delta,
-            learners=learners,
-            smallest_shard=smallest_shard,
-            steps=steps,
-            batch_size=batch_size,
-            mu=index / 1000,
-            lipschitz=lipschitz,
+    def at(mu: float) -> PaperNoise:
+        alpha = log_delta / ((1 - mu) * epsilon) + 1
+        share = total**2 * mu * epsilon
+        alpha_bound = math.log(total * share / (share * batch_size + 5 * steps * alpha * batch_size**3))
+        failed = ("first",) * (epsilon > 10 * batch_size**2 * steps * alpha / (3 * total**2 * mu))
+        failed += ("second",) * (alpha > alpha_bound)
+        return PaperNoise(
+            sigma=lipschitz * math.sqrt(20 * steps * alpha / share),
+            alpha=alpha,
+            alpha_bound=alpha_bound,
+            epsilon=None if failed else epsilon,
+            failed=failed,
         )
-        for index in range(1, 1000)
-    ]
-    return min(answers, key=lambda answer: (bool(answer.failed), answer.sigma))
+
+    if mu is not None:
+        return at(mu)
+    return min((at(index / 1000) for index in range(1, 1000)), key=lambda one: (len(one.failed), one.sigma))
 
 
 def remark(*, epsilon: float, step: int, steps: int) -> float:
     """The Remark: ε√(t/T), claimed for the models at step t under Theorem 2's conditions.
 
-    Unsound for a neighbour at small t: at ε=9 the first step is claimed to cost .037 and costs .19, because one step's
-    ε is set by its own noise and rate, not by its share of the run.
+    Unsound for a neighbour at small t: at ε=9 (K=16, the least σ) the first step is claimed to cost .037 and costs .19,
+    because one step's ε is set by its own noise and rate, not by its share of the run.
     """
     if not 1 <= step <= steps:
         raise ConfigError(f"step = {step} is not in 1 … {steps}; use a step of the run")
@@ -338,7 +312,7 @@ def rdp_composition(parts: Iterable[Divergence]) -> Divergence:
 
 
 def rdp_to_dp(divergence: Divergence, *, delta: float) -> float | None:
-    """Lemma (conversion): ε = divergence + log(1/δ)/(α − 1). Sound but loose; None where the divergence has no value."""
+    """Lemma (conversion): ε = divergence + log(1/δ)/(α − 1). Sound but loose; None where the divergence is."""
     if divergence.value is None:
         return None
     return divergence.value + math.log(1 / check_delta(delta)) / (divergence.alpha - 1)
@@ -365,17 +339,19 @@ def neighbour_epsilon(
 ) -> NeighbourEpsilon:
     """ε by our PLD accountant, with the learner's own rate B/n and its own T/K steps.
 
-    `on_sum`: noise on the sum, as Algorithm 1 says (add-remove). `on_mean`: on the mean, which Theorem 2 has in mind,
-    add-remove and replace-one. Assumes gradients of norm at most `lipschitz`, Poisson batches and equal shares.
+    `on_sum`: noise on the sum, as Algorithm 1 says; `on_mean`: on the mean, which Theorem 2 has in mind; both with
+    Poisson batches and add-remove. `on_mean_replace_one`: the theorem's own terms, batches of fixed size without
+    replacement, where a replaced record moves the sum by 2G. Assumes gradients of norm at most G = `lipschitz`.
     """
     rate, own_steps = min(1.0, batch_size / smallest_shard), round(steps / learners)
 
-    def spent(noise: float, adjacency: str) -> Spent:
-        return epsilon_of(SampledGaussian(noise, rate), own_steps, delta, "pld", adjacency)
+    def spent(noise: float) -> Spent:
+        return epsilon_of(SampledGaussian(noise, rate), own_steps, delta, "pld")
 
-    on_sum = sigma / lipschitz
+    # Without replacement, the worst replaced record looks like an added one at twice the distance.
+    on_sum, replaced = sigma / lipschitz, spent(sigma / lipschitz * batch_size / 2)
     return NeighbourEpsilon(
-        on_sum=spent(on_sum, "add-remove"),
-        on_mean=spent(on_sum * batch_size, "add-remove"),
-        on_mean_replace_one=spent(on_sum * batch_size, "replace-one"),
+        on_sum=spent(on_sum),
+        on_mean=spent(on_sum * batch_size),
+        on_mean_replace_one=replace(replaced, adjacency="replace-one"),
     )

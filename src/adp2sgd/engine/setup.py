@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adp2sgd import topology
-from adp2sgd.config import Config
+from adp2sgd.config import Config, Privacy
 from adp2sgd.data import shards
 from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
 from adp2sgd.engine.evaluate import evaluate
@@ -29,6 +29,7 @@ from adp2sgd.progress import Progress
 from adp2sgd.record import LearnerResult, Point, Run, versions
 from adp2sgd.task import Task, resolve
 
+SEEDED_PIECE = 256  # records whose gradients are taken at once in a seeded run
 NO_GUARANTEE = {
     "none": "the gradients carry no noise",
     "paper": "the paper's noise is added to gradients that are not clipped, so one record's influence is unbounded",
@@ -138,7 +139,9 @@ def _gradient_step(setup: Setup, budget: Budget | None) -> GradientStep:
     privacy = setup.config.privacy
     if budget is None:
         return PlainStep(setup.task.loss, privacy.sigma or 0.0)
-    engine = choose.build(setup.model, setup.task.loss)
+    # A seeded run must not depend on the memory that happens to be free.
+    piece = None if setup.config.seed is None else SEEDED_PIECE
+    engine = choose.build(setup.model, setup.task.loss, piece=piece)
     noise = budget.plan.mechanism.noise_multiplier
     return PrivateStep(engine, clip_norm=privacy.clip_norm, noise_multiplier=noise)
 
@@ -156,6 +159,14 @@ def _open_budget(setup: Setup, number: int, folder: Path) -> Budget:
         plan_path=folder / "plan.json",
         seeded=config.seed is not None,
     )
+
+
+def explain_gradients(config: Config) -> list[choose.Row]:
+    """How private mode would take the gradients of each layer of the configured model."""
+    setup = prepare(config.replace(privacy=Privacy()))
+    rows = min(len(setup.task.train), config.batch_size)
+    inputs = setup.task.prepare(setup.task.train.inputs[:rows]).to(setup.device)
+    return choose.explain(setup.model, setup.task.loss, inputs, setup.task.train.targets[:rows].to(setup.device))
 
 
 def finish(

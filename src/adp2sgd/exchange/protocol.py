@@ -12,7 +12,7 @@ Both sides use the same two snapshots, so they change by exactly opposite amount
 at a time and nobody waits: the carrier calls `expire` on the side that has heard nothing for too long. If the commit is
 lost after the initiator mixed, the responder counts one `unconfirmed` exchange: a half-exchange may have happened.
 
-Coming back after a crash is one-way:  catch_up(j) ── Copy ──▶ j answers Model(w_j), occupied or not, and changes nothing.
+Coming back after a crash is one-way: catch_up(j) ── Copy ──▶ j answers Model(w_j), occupied or not, and stays as it is.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Exchange:
         self.learner = learner
         self.tally = Tally()
         self.number = first - 1  # of the last exchange that this learner began
-        self.lost = False  # restarted, and no model worth sharing yet: everybody is answered `busy`
+        self.lost = False  # restarted, and no model worth sharing yet
+        self.shut = False  # the carrier has no room, or the run is over: everybody is answered `busy`
         self._snapshot = snapshot or learner.snapshot
         self._send = send
         self.current: Message | None = None  # the last message sent of the exchange under way
@@ -125,7 +126,8 @@ class Exchange:
         if isinstance(message, Request):
             return self._answer(message)
         if isinstance(message, Copy):
-            return self._reply(Busy, message) if self.lost else self._reply(Model, message, self._snapshot())
+            refused = self.lost or self.shut
+            return self._reply(Busy, message) if refused else self._reply(Model, message, self._snapshot())
         if not self._continues(message):
             self.tally.ignored += 1
             return None
@@ -151,7 +153,7 @@ class Exchange:
         self.current = None
 
     def _answer(self, request: Message) -> Message:
-        if self.occupied or self.lost:
+        if self.occupied or self.lost or self.shut:
             return self._reply(Busy, request)
         self.current = self._reply(Answer, request, self._snapshot())
         return self.current

@@ -21,7 +21,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from adp2sgd.progress import Count
 
 SLOTS = 3  # one exchange at a time, one whose reader has not released it yet, one for a learner that comes back
 PAGE = 4096
-KINDS = tuple(MESSAGES.values())
+KINDS = (*MESSAGES.values(), Message)  # a plain Message is news: step counts and nothing else
 HEAD = struct.Struct("<BHHHQBQ")  # kind, sender, receiver, initiator, number, slot, sequence
 COUNT = struct.Struct("<HIQ?")  # learner, start, steps, stopped
 NO_SLOT = 255
@@ -117,29 +117,24 @@ class Outbox:
         self._stream = _pin(memory.slots, self._device)
 
     @property
-    def free(self) -> int | None:
-        """A slot that nobody reads any more."""
-        now = time.monotonic()
-        for slot in range(SLOTS):
-            overdue = now > self._taken[slot] + self._patience_s
-            if overdue or self.memory.released(slot) == self.memory.sequence(slot):
-                return slot
-        return None
+    def free(self) -> list[int]:
+        """The slots that nobody reads any more."""
+        old = time.monotonic() - self._patience_s
+        memory = self.memory
+        return [i for i in range(SLOTS) if self._taken[i] < old or memory.released(i) == memory.sequence(i)]
 
     def take(self) -> Tensor:
-        """The learner's snapshot in a free slot. Ask for `free` first."""
-        slot = self.free
-        assert slot is not None
-        self.slot = slot
+        """The learner's snapshot in a free slot. Look at `free` first."""
+        self.slot = slot = self.free[0]
         self._taken[slot] = time.monotonic()
         self.memory.set_sequence(slot, self.memory.sequence(slot) + 1)  # a late reader notices before the first byte
         if self._stream is None:
             return self._learner.snapshot(self.memory.slots[slot])
         return self._through_gpu(slot, self._stream)
 
-    def settle(self, slot: int) -> None:
-        """Nobody was told of this slot's snapshot: it is free at once."""
-        self.memory.release(slot, self.memory.sequence(slot))
+    def take_back(self) -> None:
+        """Nobody was told of the last snapshot: its slot is free at once."""
+        self.memory.release(self.slot, self.memory.sequence(self.slot))
 
     def _through_gpu(self, slot: int, stream: torch.cuda.Stream) -> Tensor:
         """All work on the state is queued behind the training's; only this thread waits for the copy to the host."""
@@ -176,20 +171,14 @@ class Inbox:
         if memory.sequence(slot) != sequence:
             return None
         if self._stream is None:
-            return _with(message, memory.slots[slot], lambda: memory.sequence(slot) == sequence)
+            return replace(message, snapshot=memory.slots[slot], intact=lambda: memory.sequence(slot) == sequence)
         if self._arrived is None:
             self._arrived = torch.empty(self._layout.length, dtype=self._layout.dtype, device=self._device)
         self._stream.wait_stream(torch.cuda.default_stream(self._device))  # the last exchange may still read it
         with torch.cuda.stream(self._stream):
             self._arrived.copy_(memory.slots[slot], non_blocking=True)
         self._stream.synchronize()
-        return _with(message, self._arrived) if memory.sequence(slot) == sequence else None
-
-
-def _with(message: Message, snapshot: Tensor, intact: object = None) -> Message:
-    from dataclasses import replace
-
-    return replace(message, snapshot=snapshot, intact=intact)  # type: ignore[arg-type]
+        return replace(message, snapshot=self._arrived) if memory.sequence(slot) == sequence else None
 
 
 def _pin(slots: list[Tensor], device: torch.device) -> torch.cuda.Stream | None:

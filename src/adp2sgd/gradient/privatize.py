@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from adp2sgd.flat import FlatModel
@@ -60,22 +59,18 @@ class PrivateStep:
     """Per-record gradients clipped to `clip_norm`, summed, plus N(0, (noise_multiplier·clip_norm)²), divided by the
     expected batch.
 
-    Guarantee: one Gaussian mechanism of sensitivity `clip_norm`, whatever the model, the batch and its size. A large
-    Poisson batch is processed in pieces of at most `piece` records; the noise is added once.
+    Guarantee: one Gaussian mechanism of sensitivity `clip_norm`, whatever the model, the batch and its size. (The
+    engine takes a large Poisson batch in pieces; the noise is added once.)
     """
 
-    def __init__(self, engine: Engine, *, clip_norm: float, noise_multiplier: float, piece: int = 256) -> None:
+    def __init__(self, engine: Engine, *, clip_norm: float, noise_multiplier: float) -> None:
         self._engine = engine
         self._clip_norm = clip_norm
         self._noise_multiplier = noise_multiplier
-        self._piece = piece
 
     def __call__(
         self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource
     ) -> Gradient:
-        total = torch.zeros_like(model.weights)
-        for rows, labels in zip(inputs.split(self._piece), targets.split(self._piece), strict=True):
-            if len(rows):
-                total += self._engine.clipped_sum(rows, labels, self._clip_norm).total
+        total = self._engine.clipped_sum(inputs, targets, self._clip_norm).total
         noise.add_normal(total, self._noise_multiplier * self._clip_norm)
         return Gradient(total.div_(expected))

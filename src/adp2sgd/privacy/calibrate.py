@@ -29,7 +29,7 @@ def noise_for(
     adjacency: str = ADD_REMOVE,
     before: Composed = NOTHING,
 ) -> float:
-    """The least noise multiplier, rounded up to five digits, with which `steps` steps after `before` stay within `epsilon`.
+    """The least noise multiplier, rounded up to five digits, that keeps `steps` steps after `before` within `epsilon`.
 
     Guarantee: the accountant's ε at the returned value is at most `epsilon`. Never below 0.1.
     """
@@ -48,11 +48,11 @@ def noise_for(
     if spent(LEAST_NOISE) <= epsilon:
         return LEAST_NOISE
     noise = _crossing(spent, epsilon, guess=1.0, low=LEAST_NOISE, high=MOST_NOISE)
-    digits = 4 - math.floor(math.log10(noise))
-    units = math.ceil(noise * 10**digits)
-    while spent(round(units / 10**digits, digits)) > epsilon:
-        units += 1
-    return round(units / 10**digits, digits)
+    unit = 10.0 ** (math.floor(math.log10(noise)) - 4)
+    count = math.ceil(noise / unit)
+    while spent(float(f"{count * unit:.5g}")) > epsilon:
+        count += 1
+    return float(f"{count * unit:.5g}")
 
 
 def steps_for(
@@ -102,7 +102,7 @@ def _check_target(epsilon: float, delta: float | None) -> None:
 def _crossing(spent: Callable[[float], float], target: float, *, guess: float, low: float, high: float) -> float:
     """Where the monotone `spent` meets `target` between `low` and `high`, on either side of which it lies.
 
-    Steps away from `guess` until the target is passed, then Brent's method on logarithms, in which ε is nearly straight.
+    Steps away from `guess` until the target is passed, then Brent's method on logarithms: ε is nearly straight there.
     """
     from scipy.optimize import brentq
 

@@ -29,7 +29,7 @@ class SampledGaussian:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier > 0):
             raise PrivacyError(
-                f"noise_multiplier = {self.noise_multiplier} gives no guarantee; use a finite value above 0, such as 1.0"
+                f"noise_multiplier = {self.noise_multiplier} gives no guarantee; use a finite value above 0, like 1.0"
             )
         if not 0 < self.sample_rate <= 1:
             raise PrivacyError(

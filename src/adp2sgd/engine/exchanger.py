@@ -1,0 +1,216 @@
+"""A learner's exchange thread: carries the messages of `protocol.Exchange`, so that training waits for nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from adp2sgd.exchange.protocol import Answer, Copy, Exchange, Message, Request
+from adp2sgd.exchange.shared import NO_SLOT, Datagram, Inbox, Layout, Memory, Outbox, Post, decode, encode
+from adp2sgd.learner import Learner
+
+BEAT_S = 0.2  # between two reports to the supervisor
+SUPERVISOR = "supervisor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a learner sits in the run: its number and start, and how it reaches the others."""
+
+    learner: int
+    start: int
+    token: str
+    descriptors: list[int]
+
+    @property
+    def others(self) -> list[int]:
+        return [k for k in range(len(self.descriptors)) if k != self.learner]
+
+
+class Exchanger(threading.Thread):
+    """Started once; ends with `close`, after the exchange under way.
+
+    `reached` is set once the run's step count is reached, as far as this learner has heard; `over` once the supervisor
+    says that the run is over. `go` is set when training may begin.
+    """
+
+    def __init__(
+        self, place: Place, learner: Learner, post: Post, *, target_steps: int, report: Callable[[], dict[str, Any]]
+    ) -> None:
+        super().__init__(name="exchange", daemon=True)
+        self.go, self.over, self.reached = threading.Event(), threading.Event(), threading.Event()
+        self.wake = threading.Event()  # set with `over` or `reached`
+        layout = Layout(len(learner.state), learner.state.dtype)
+        self.deadline_s = 1.0 + layout.stride / 100e6
+        memory = Memory(place.descriptors[place.learner], layout)
+        self._outbox = Outbox(memory, learner, 4 * self.deadline_s)
+        self._inbox = Inbox(place.descriptors, layout, learner.state.device)
+        first = (place.start << 32) + 1  # numbers of an earlier start may still be under way
+        self.exchange = Exchange(learner, first=first, snapshot=self._take, send=self._send)
+        self._learner = learner
+        self._post = post
+        self._place = place
+        self._target_steps = target_steps
+        self._report = report
+        self._wanted: tuple[type[Message], int] | None = None
+        self._news = False
+        self._closing = False
+        self._idle = threading.Event()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._seen: Message | None = None  # the exchange under way when its deadline was set
+        self._expires = 0.0
+        self._next_beat = 0.0
+
+    def want(self, partner: int) -> None:
+        """Exchange with `partner` soon, unless an exchange is under way. Returns at once."""
+        self._wanted = (Request, partner)
+        os.eventfd_write(self._bell, 1)
+
+    def fetch(self, partner: int) -> bool:
+        """Wait for the partner's model and take it over; False if it does not give one. For before training."""
+        self._idle.clear()
+        self._wanted = (Copy, partner)
+        os.eventfd_write(self._bell, 1)
+        self._idle.wait(2 * self.deadline_s)
+        return not self.exchange.lost
+
+    def spread(self) -> None:
+        """Tell the others the step counts, and the supervisor how things stand, because training has ended."""
+        self._news = True
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Refuse new exchanges, complete the one under way, end."""
+        self._closing = True
+        os.eventfd_write(self._bell, 1)
+        self.join()
+        os.close(self._bell)
+
+    def leave(self) -> None:
+        """Put the last model where the supervisor finds it. After `close`."""
+        self._learner.snapshot(self._outbox.memory.slots[0])
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._post, select.POLLIN)
+        poll.register(self._bell, select.POLLIN)
+        try:
+            while not self._closing or self.exchange.occupied:
+                self._turn(poll)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(70)  # a learner that cannot exchange is no learner: the supervisor starts another
+
+    def _turn(self, poll: select.poll) -> None:
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * self._patience())}
+        if self._bell in ready:
+            os.eventfd_read(self._bell)
+            self._begin()
+        if self._post.fileno() in ready:
+            for data in self._post.receive():
+                self._handle(decode(data))
+        self._keep_time()
+
+    def _begin(self) -> None:
+        wanted, self._wanted = self._wanted, None
+        if self._news:
+            self._news = False
+            self._next_beat = 0.0
+            self._tell_everybody()
+        if wanted is None or self._closing or not self._outbox.free:
+            return
+        kind, partner = wanted
+        message = self.exchange.ask(partner) if kind is Request else self.exchange.catch_up(partner)
+        if message is not None and not self._post.send(str(partner), encode(message)):
+            self.exchange.expire()  # nobody is there
+            self._idle.set()
+
+    def _handle(self, datagram: Datagram) -> None:
+        message = datagram.message
+        if message is None:
+            self._obey(json.loads(datagram.note))
+        elif type(message) is Message:
+            self._learner.progress.merge(message.progress)
+        else:
+            self._receive(message, datagram)
+        if self._learner.progress.total >= self._target_steps:
+            self.reached.set()
+            self.wake.set()
+
+    def _receive(self, message: Message, datagram: Datagram) -> None:
+        opened: Message | None = message
+        if datagram.slot != NO_SLOT:
+            opened = self._inbox.open(message, datagram.slot, datagram.sequence)
+        if opened is None:
+            self.exchange.tally.ignored += 1
+            return
+        # one slot stays for the commit of an exchange that was begun
+        self.exchange.shut = self._closing or len(self._outbox.free) <= isinstance(message, Copy)
+        reply = self.exchange.receive(opened)
+        self._outbox.memory.open = isinstance(self.exchange.current, Answer)
+        if datagram.slot != NO_SLOT:
+            self._inbox.memory(message.sender).release(datagram.slot, datagram.sequence)
+        if reply is not None and not self._deliver(reply) and isinstance(reply, Answer):
+            self.exchange.current = None  # the initiator is gone and knows of nothing
+        if not self.exchange.occupied:
+            self._idle.set()
+
+    def _take(self) -> Tensor:
+        return self._outbox.take()
+
+    def _send(self, commit: Message) -> bool:
+        """The commit, before this side mixes: if the learner dies now, that leaves a half-exchange."""
+        self._outbox.memory.open = True
+        return self._deliver(commit)
+
+    def _deliver(self, message: Message) -> bool:
+        if message.snapshot is None:
+            return self._post.send(str(message.receiver), encode(message))
+        slot = self._outbox.slot
+        delivered = self._post.send(str(message.receiver), encode(message, slot, self._outbox.memory.sequence(slot)))
+        if not delivered:
+            self._outbox.take_back()
+        return delivered
+
+    def _tell_everybody(self) -> None:
+        me, counts = self._place.learner, self._learner.progress.counts()
+        for other in self._place.others:
+            news = Message(sender=me, receiver=other, initiator=me, number=0, progress=counts)
+            self._post.send(str(other), encode(news))
+
+    def _obey(self, note: dict[str, Any]) -> None:
+        if note["do"] == "go":
+            self.go.set()
+        elif note["do"] == "over":
+            self.over.set()
+            self.wake.set()
+            self.go.set()
+
+    def _patience(self) -> float:
+        """Seconds until something is due."""
+        due = self._next_beat if self._seen is None else min(self._next_beat, self._expires)
+        return max(0.0, due - time.monotonic())
+
+    def _keep_time(self) -> None:
+        now, current = time.monotonic(), self.exchange.current
+        if current is not self._seen:
+            # the responder waits longer, so that it does not give up on a commit that is under way
+            self._expires = now + self.deadline_s * (2 if isinstance(current, Answer) else 1)
+            self._seen = current
+        elif current is not None and now > self._expires:
+            self.exchange.expire()
+            self._outbox.memory.open = False
+            self._seen = None
+            self._idle.set()
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._post.send(SUPERVISOR, json.dumps(self._report()).encode())

@@ -1,0 +1,105 @@
+"""A learner's third thread: events, checkpoints and looks at held-out records, so that training waits for no disk."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import torch
+
+from adp2sgd.engine import learner_checkpoint
+from adp2sgd.engine.evaluate import Metrics, evaluate
+from adp2sgd.engine.setup import Setup
+from adp2sgd.flat import FlatModel
+from adp2sgd.learner import Learner
+from adp2sgd.record import Folder
+
+LOOK = 1000  # held-out records that a look in passing uses, the same ones each time
+PACE_S = 0.5  # between two writes of the events
+
+
+class Keeper(threading.Thread):
+    """`evaluate` and `checkpoint` only leave a note; the thread does the work. `trouble` says what it could not do."""
+
+    def __init__(self, setup: Setup, learner: Learner, folder: Folder, facts: dict[str, Any]) -> None:
+        super().__init__(name="keeper", daemon=True)
+        self.metrics: Metrics | None = None
+        self.figures: dict[str, Any] = {}
+        self.trouble: str | None = None
+        self._setup = setup
+        self._learner = learner
+        self._folder = folder
+        self._facts = facts
+        self._lines: list[str] = []
+        self._due = {"evaluate": False, "checkpoint": False}
+        self._wake = threading.Event()
+        self._closing = False
+        self._model: FlatModel | None = None
+
+    def log(self, events: list[dict[str, Any]]) -> None:
+        self._lines += [json.dumps(event) for event in events]
+
+    def evaluate(self) -> None:
+        self._due["evaluate"] = True
+        self._wake.set()
+
+    def checkpoint(self) -> None:
+        self._due["checkpoint"] = True
+        self._wake.set()
+
+    def close(self, *, checkpoint: bool) -> None:
+        """Write what is left, in this thread; the learner must rest."""
+        self._closing = True
+        self._wake.set()
+        self.join()
+        self._write_events()
+        if checkpoint:
+            self._write_checkpoint()
+        self._refresh_figures()
+
+    def run(self) -> None:
+        while not self._closing:
+            self._wake.wait(PACE_S)
+            self._wake.clear()
+            self._write_events()
+            if self._due["checkpoint"]:
+                self._due["checkpoint"] = False
+                self._write_checkpoint()
+            if self._due["evaluate"] and not self._closing:
+                self._due["evaluate"] = False
+                self._look()
+                self._refresh_figures()
+
+    def _write_events(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines:
+            try:
+                with (self._folder.learner(self._learner.number) / "events.jsonl").open("a", encoding="utf-8") as file:
+                    file.write("\n".join(lines) + "\n")
+            except OSError as error:
+                self.trouble = f"events are not recorded ({error.strerror})"
+
+    def _write_checkpoint(self) -> None:
+        from safetensors import SafetensorError
+
+        try:
+            learner_checkpoint.save(self._folder, self._learner, self._facts)
+        except (OSError, SafetensorError) as error:
+            self.trouble = f"checkpoints cannot be written ({getattr(error, 'strerror', None) or error})"
+
+    def _look(self) -> None:
+        """The own model on some held-out records, in a model of its own: the training thread goes on meanwhile."""
+        setup = self._setup
+        if self._model is None:
+            with torch.random.fork_rng(devices=[]):
+                self._model = FlatModel(setup.task.model(), setup.device)
+        records = len(setup.task.test)
+        rows = None
+        if records > LOOK:
+            rows = torch.randperm(records, generator=torch.Generator().manual_seed(setup.seed))[:LOOK]
+        self.metrics = evaluate(self._model, setup.task, self._learner.snapshot(), rows)
+
+    def _refresh_figures(self) -> None:
+        if self._learner.budget is not None:
+            self.figures = self._learner.budget.figures()

@@ -1,0 +1,85 @@
+"""A learner on disk: its model, velocity and step counts, never its noise. The one before it is kept as well."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from adp2sgd.errors import RunError
+from adp2sgd.learner import Learner
+from adp2sgd.progress import Count, Key
+from adp2sgd.record import Folder
+
+NEWEST, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A checkpoint in memory; `complaints` says which newer ones could not be used."""
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+    complaints: tuple[str, ...] = ()
+
+    @property
+    def state(self) -> Tensor:
+        import torch
+
+        return torch.cat([self.tensors["weights"], self.tensors["buffers"]])
+
+    @property
+    def counts(self) -> dict[Key, Count]:
+        return {
+            (learner, start): Count(steps, bool(stopped)) for learner, start, steps, stopped in self.facts["counts"]
+        }
+
+
+def save(folder: Folder, learner: Learner, facts: Mapping[str, Any]) -> None:
+    """Replace the learner's checkpoint in one step. Safe beside a training and an exchange thread."""
+    state, own = learner.snapshot(), folder.learner(learner.number)
+    tensors = {"weights": state[: len(learner.weights)], "buffers": state[len(learner.weights) :]}
+    if learner.velocity is not None:
+        tensors["velocity"] = learner.velocity.clone()
+    tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+    counts = [[*key, count.steps, int(count.stopped)] for key, count in learner.progress.counts().items()]
+    if (own / NEWEST).exists():
+        with folder.replacing(f"{own.name}/{PREVIOUS}") as part:
+            part.unlink()
+            os.link(own / NEWEST, part)
+    everything = {**facts, "counts": counts, "checksums": _checksums(tensors)}
+    folder.save_tensors(f"{own.name}/{NEWEST}", tensors, everything)
+
+
+def load(folder: Folder, number: int) -> Saved | None:
+    """The newest checkpoint that is whole; None if there is none."""
+    complaints: list[str] = []
+    for name in (NEWEST, PREVIOUS):
+        path = f"learner-{number}/{name}"
+        if not (folder.path / path).exists():
+            continue
+        try:
+            tensors, facts = folder.load_tensors(path)
+            if facts["checksums"] != _checksums(tensors):
+                raise RunError(f"{folder.path / path} is damaged (a checksum differs)")
+        except (RunError, KeyError) as error:
+            complaints.append(f"{error}; an older checkpoint is used if there is one")
+            continue
+        return Saved(tensors, facts, tuple(complaints))
+    return Saved({}, {}, tuple(complaints)) if complaints else None
+
+
+def restore(learner: Learner, saved: Saved) -> None:
+    """Put a fresh learner where the checkpoint left off, under its new start."""
+    learner.state.copy_(saved.state)
+    if learner.velocity is not None and "velocity" in saved.tensors:
+        learner.velocity.copy_(saved.tensors["velocity"])
+    learner.progress.restore(saved.counts)
+
+
+def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: zlib.crc32(tensor.contiguous().numpy().data) for name, tensor in sorted(tensors.items())}

@@ -1,0 +1,43 @@
+"""A learner's process from its order to its exit code."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from adp2sgd.config import Config
+from adp2sgd.engine.allreduce import SyncWorker
+from adp2sgd.engine.exchanger import Place
+from adp2sgd.engine.setup import prepare
+from adp2sgd.engine.worker import Worker, last_words, who
+from adp2sgd.errors import Adp2sgdError
+from adp2sgd.exchange.shared import Post
+from adp2sgd.record import Folder
+
+FAILED = 3  # exit code: the error was reported, and a restart would not help
+WORKERS: dict[str, type[Worker]] = {"adpsgd": Worker, "sync": SyncWorker}
+
+
+def live(order: dict[str, Any]) -> int:
+    """The life of learner `order["learner"]`. Returns the exit code of its process."""
+    place = Place(**{name: order[name] for name in ("learner", "start", "token", "descriptors")})
+    post = Post(place.token, str(place.learner))
+    try:
+        folder = Folder.open(order["folder"])
+        config = on_device(folder.settings, place.learner)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.learners))
+        setup = prepare(config, order["seed"])
+        WORKERS[config.algorithm](setup, folder, place, post, order).live()
+    except Adp2sgdError as error:
+        last_words(post, {**who(place), "state": "failed", "error": str(error), "kind": type(error).__name__})
+        return FAILED
+    return 0
+
+
+def on_device(config: Config, learner: int) -> Config:
+    """Learners share the GPUs in turn, unless the configuration names one."""
+    if config.device in {"auto", "cuda"} and torch.cuda.is_available():
+        return config.replace(device=f"cuda:{learner % torch.cuda.device_count()}")
+    return config

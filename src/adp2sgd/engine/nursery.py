@@ -1,0 +1,135 @@
+"""The process that learners are forked from: it has imported everything, has done nothing with it, and runs no thread.
+
+So a learner starts in milliseconds instead of seconds, and all share one copy of the program in memory. The nursery
+is also the learners' parent: it says how each of them ended. When the supervisor goes, by whatever way, the nursery
+sees its line closed, and kills and reaps all learners; when the nursery itself is killed, the kernel kills them.
+
+    python -m adp2sgd.engine.nursery DESCRIPTOR      (of the line to the supervisor)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+LARGEST = 1 << 18
+PR_SET_PDEATHSIG = 1
+REAP_S = 0.02
+
+
+class Nursery:
+    """The supervisor's end of the line."""
+
+    def __init__(self, descriptors: list[int]) -> None:
+        """`descriptors` are inherited by every learner."""
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "adp2sgd.engine.nursery", str(theirs.fileno())]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno(), *descriptors], env=environment)
+
+    def spawn(self, order: dict[str, Any]) -> None:
+        """Start the learner `order["learner"]`; its pid comes with `reports`."""
+        self.line.send(json.dumps(order).encode())
+
+    def reports(self) -> Iterator[dict[str, Any]]:
+        """What has happened: {learner, pid} for a start, {learner, pid, code} for an end, {gone} for the nursery's."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data = self.line.recv(LARGEST, socket.MSG_DONTWAIT)
+                if not data:
+                    yield {"gone": True}
+                    return
+                yield json.loads(data)
+
+    def close(self) -> None:
+        """End all learners that still run."""
+        self.line.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def tend(line: socket.socket) -> None:
+    """The nursery's own loop, until the supervisor closes the line."""
+    children: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([line], [], [], REAP_S)
+        if ready:
+            data = line.recv(LARGEST)
+            if not data:
+                break
+            order = json.loads(data)
+            pid = _fork(order, line)
+            children[pid] = order["learner"]
+            _tell(line, {"learner": order["learner"], "pid": pid})
+        _reap(line, children)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _reap(line: socket.socket, children: dict[int, int]) -> None:
+    for pid, learner in list(children.items()):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            del children[pid]
+            _tell(line, {"learner": learner, "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _tell(line: socket.socket, report: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        line.send(json.dumps(report).encode())
+
+
+def _fork(order: dict[str, Any], line: socket.socket) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # the nursery died before the line above
+        line.close()
+        code = _live(order)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _live(order: dict[str, Any]) -> int:
+    from adp2sgd.engine.life import live
+
+    return live(order)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides what it means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(2, 1)  # standard output belongs to the supervisor's figures
+    line = socket.socket(fileno=int(sys.argv[1]))
+    line.set_inheritable(False)
+    import adp2sgd.engine.life  # noqa: F401
+
+    tend(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Starts the learners, listens to them, replaces those that die, and says when the run is over. No weight passes through it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from adp2sgd.engine.exchanger import SUPERVISOR
+from adp2sgd.engine.interrupt import Interrupt
+from adp2sgd.engine.nursery import Nursery
+from adp2sgd.engine.setup import Setup
+from adp2sgd.errors import DivergedError, PrivacyError, RunError
+from adp2sgd.exchange.shared import Layout, Memory, Post
+from adp2sgd.record import Folder
+
+TICK_S = 0.05
+SUMMED = ("steps", "staleness_total", "exchanges", "busy", "expired", "unconfirmed", "halves", "bytes_sent")
+ERRORS: dict[str, type[Exception]] = {"DivergedError": DivergedError, "PrivacyError": PrivacyError}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long the supervisor waits, in seconds, and how often it tries."""
+
+    arrive: float = 300.0  # for a learner's first report: it may have to load its records
+    wedged: float = 5.0  # without any report, before a learner is killed and replaced
+    linger: float = 1.0  # all learners having spent their budgets, before the run ends
+    rest: float = 60.0  # for the learners to write their checkpoints at the end
+    short_life: float = 60.0  # a start that lasted less counts as a failure
+    failures: int = 5  # in a row, before the run goes on without the learner
+
+
+@dataclass
+class Seat:
+    """A learner as the supervisor knows it. `past` sums the reports of its earlier starts."""
+
+    learner: int
+    start: int = 0
+    pid: int | None = None
+    status: dict[str, Any] = field(default_factory=dict)
+    past: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*SUMMED, "staleness_max"), 0))
+    restarts: int = 0
+    failures: int = 0
+    died: int = 0  # deaths within an exchange: each may have left a half-exchange
+    alive: bool = False
+    spawned_at: float = 0.0
+    heard_at: float = 0.0
+    fate: str = "starting"  # starting, running, restarting, lost, ended
+
+    @property
+    def state(self) -> str:
+        """In one word, for people."""
+        return str(self.status.get("state", "starting")) if self.fate == "running" else self.fate
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Over all starts."""
+        sums = {name: self.past[name] + int(self.status.get(name, 0)) for name in SUMMED}
+        sums["staleness_max"] = max(self.past["staleness_max"], int(self.status.get("staleness_max", 0)))
+        return sums
+
+    def turn_page(self) -> None:
+        """The start that was is history."""
+        self.past, self.status = self.totals, {k: v for k, v in self.status.items() if k in {"figures", "notes"}}
+
+
+class Supervisor:
+    """One run of K learner processes. `run` returns when all have ended."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        folder: Folder,
+        *,
+        mode: str = "fresh",
+        seats: list[Seat] | None = None,
+        elapsed_s: float = 0.0,
+        patience: Patience | None = None,
+        on_status: Callable[[Supervisor], None] | None = None,
+    ) -> None:
+        """`mode`: how the learners find their first model: "fresh", or "resume" from their checkpoints."""
+        self.setup, self.folder = setup, folder
+        self.seats = seats or [Seat(k) for k in range(setup.config.learners)]
+        self.notes: list[str] = []
+        self.states: dict[int, Tensor] = {}  # of the learners that ended well
+        self.interrupted = False
+        self.patience = patience or Patience()
+        self._mode = mode
+        self._elapsed_s = elapsed_s
+        self._on_status = on_status or (lambda _: None)
+        self._going_at: float | None = None
+        self._over_at: float | None = None
+        self._quiet_since: float | None = None
+        self._token = secrets.token_hex(8)
+        state = setup.model.weights.numel() + setup.model.buffers.numel()
+        self._layout = Layout(state, setup.model.weights.dtype)
+
+    @property
+    def seconds(self) -> float:
+        """Real time of training, earlier sessions of a resumed run included."""
+        if self._going_at is None:
+            return self._elapsed_s
+        return self._elapsed_s + (self._over_at or time.monotonic()) - self._going_at
+
+    @property
+    def global_steps(self) -> int:
+        return sum(seat.totals["steps"] for seat in self.seats)
+
+    def run(self) -> None:
+        """Raises RunError if the run cannot go on; no process is left behind in any case."""
+        self._descriptors = [self._layout.create(seat.learner) for seat in self.seats]
+        self._post = Post(self._token, SUPERVISOR)
+        self._nursery = Nursery(self._descriptors)
+        self._store = self._make_store()
+        try:
+            with Interrupt() as interrupt:
+                for seat in self.seats:
+                    self._spawn(seat, self._mode)
+                while any(seat.alive for seat in self.seats):
+                    self._turn(interrupt)
+            self._collect()
+        finally:
+            self._nursery.close()
+            self._post.close()
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+
+    def _collect(self) -> None:
+        """The last models, for evaluation: the learners left them in their memories, so a full disk loses none."""
+        for seat in self.seats:
+            if seat.fate == "ended":
+                self.states[seat.learner] = Memory(self._descriptors[seat.learner], self._layout).slots[0].clone()
+
+    def _turn(self, interrupt: Interrupt) -> None:
+        before = time.monotonic()
+        select.select([self._post.fileno(), self._nursery.line.fileno()], [], [], TICK_S)
+        asleep = time.monotonic() - before
+        if asleep > 1.0:  # the whole group was stopped, or the machine slept: nobody is to blame
+            for seat in self.seats:
+                seat.heard_at += asleep
+        for data in self._post.receive():
+            self._hear(json.loads(data))
+        for report in self._nursery.reports():
+            self._learn(report)
+        if interrupt.requested and not self.interrupted:
+            self.interrupted = True
+            self._end()
+        self._watch()
+        self._direct()
+        self._on_status(self)
+
+    # ------------------------------------------------------------ listening
+
+    def _hear(self, status: dict[str, Any]) -> None:
+        seat = self.seats[status["learner"]]
+        if status["start"] != seat.start:
+            return
+        seat.heard_at = time.monotonic()
+        if seat.fate in {"starting", "restarting"} and status["state"] not in {"starting", "failed"}:
+            seat.fate = "running"
+        seat.status = {**seat.status, **status}
+        if status["state"] == "failed":
+            raise ERRORS.get(status["kind"], RunError)(status["error"])
+
+    def _learn(self, report: dict[str, Any]) -> None:
+        if "gone" in report:
+            raise RunError("the process that starts learners was killed; go on with --resume " + str(self.folder.path))
+        seat = self.seats[report["learner"]]
+        if "code" not in report:
+            seat.pid = report["pid"]
+        elif report["pid"] == seat.pid:
+            seat.pid, seat.alive = None, False
+            self._bury(seat, report["code"])
+
+    def _bury(self, seat: Seat, code: int) -> None:
+        """A learner's process has ended: as it should, or not."""
+        if code == 0 and seat.status.get("state") == "ended":
+            seat.fate = "ended"
+            return
+        for data in self._post.receive():  # its last words may still wait
+            self._hear(json.loads(data))
+        steps, how = seat.totals["steps"], _how(code)
+        memory = Memory(self._descriptors[seat.learner], self._layout)
+        if memory.open:
+            memory.open = False
+            seat.died += 1
+            self.notes.append(f"learner {seat.learner} died within an exchange: a half-exchange may have happened")
+        if self.setup.config.algorithm == "sync":
+            raise RunError(
+                f"learner {seat.learner} was lost after {steps} steps ({how}); SYNC cannot go on without it: "
+                f'go on with --resume {self.folder.path}, or use algorithm = "adpsgd"'
+            )
+        short = time.monotonic() - seat.spawned_at < self.patience.short_life
+        seat.failures = seat.failures + 1 if short else 1
+        if self._over_at is not None or seat.failures > self.patience.failures:
+            seat.fate = "lost"
+            self.notes.append(f"learner {seat.learner} was lost after {steps} steps ({how})")
+            self._refuse_empty()
+            return
+        self.notes.append(f"learner {seat.learner} was restarted after {steps} steps ({how})")
+        self._keep_notes_of(seat)
+        seat.turn_page()
+        seat.start += 1
+        seat.restarts += 1
+        self._spawn(seat, "comeback")
+
+    def _refuse_empty(self) -> None:
+        if self._over_at is None and all(seat.fate == "lost" for seat in self.seats):
+            raise RunError(f"all learners were lost; the last: {self.notes[-1]}; what was recorded is kept")
+
+    def _keep_notes_of(self, seat: Seat) -> None:
+        self.notes += [f"learner {seat.learner} {note}" for note in seat.status.get("notes", ())]
+
+    # ------------------------------------------------------------ acting
+
+    def _spawn(self, seat: Seat, mode: str) -> None:
+        seat.fate = "starting" if mode != "comeback" else "restarting"
+        seat.alive, seat.pid = True, None
+        seat.spawned_at = seat.heard_at = time.monotonic()
+        order = {
+            "learner": seat.learner,
+            "start": seat.start,
+            "token": self._token,
+            "descriptors": self._descriptors,
+            "folder": str(self.folder.path.absolute()),
+            "seed": self.setup.seed,
+            "mode": mode,
+            "elapsed": self.seconds,
+            "port": self._store.port if self._store is not None else None,
+        }
+        self._nursery.spawn(order)
+
+    def _watch(self) -> None:
+        """Kill what has not been heard of for too long; its end is then learned like any other."""
+        now = time.monotonic()
+        for seat in self.seats:
+            limit = self.patience.wedged if seat.fate == "running" else self.patience.arrive
+            if seat.alive and seat.pid is not None and now - seat.heard_at > limit:
+                self.notes.append(f"learner {seat.learner} did not report for {limit:g} s and was killed")
+                seat.heard_at = now
+                with suppress(ProcessLookupError):
+                    os.kill(seat.pid, signal.SIGKILL)
+
+    def _direct(self) -> None:
+        """Say `go` when all are ready (a restarted learner at once), and `over` when the run is done."""
+        running = [seat for seat in self.seats if seat.alive]
+        if self._going_at is None and self._over_at is None and all(s.state in {"ready", "lost"} for s in self.seats):
+            self._going_at = time.monotonic()
+        if self._going_at is not None:
+            for seat in running:
+                if seat.state == "ready":
+                    self._tell(seat, "go")
+        if self._over_at is None and self._done():
+            self._end()
+        if self._over_at is not None:
+            for seat in running:
+                self._tell(seat, "over")
+                if time.monotonic() > self._over_at + self.patience.rest and seat.pid is not None:
+                    os.kill(seat.pid, signal.SIGKILL)
+
+    def _tell(self, seat: Seat, what: str) -> None:
+        self._post.send(str(seat.learner), json.dumps({"do": what}).encode())
+
+    def _end(self) -> None:
+        self._over_at = time.monotonic()
+        for seat in self.seats:  # one that is still coming back has nothing to add
+            if seat.alive and seat.fate in {"starting", "restarting"} and seat.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(seat.pid, signal.SIGKILL)
+
+    def _done(self) -> bool:
+        """Whether every learner that runs has finished, or all have spent their budgets for a while."""
+        states = [seat.state for seat in self.seats if seat.fate == "running"]
+        if not states or not set(states) <= {"finished", "averaging"}:
+            self._quiet_since = None
+            return False
+        if "finished" in states:
+            return True
+        self._quiet_since = self._quiet_since or time.monotonic()
+        return time.monotonic() - self._quiet_since > self.patience.linger
+
+    def _make_store(self) -> Any:
+        """Where the learners of SYNC find each other: lives and dies with this process, on a port of its choice."""
+        if self.setup.config.algorithm != "sync":
+            return None
+        from torch import distributed
+
+        return distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--resume` needs to know."""
+        seats = [asdict(seat) for seat in self.seats]
+        return {"seed": self.setup.seed, "seconds": self.seconds, "seats": seats, "notes": self.notes}
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"killed by {name}" + (", perhaps out of memory" if code == -signal.SIGKILL else "")
