@@ -195,8 +195,8 @@ def layers(options: argparse.Namespace) -> None:
         ways: dict[str, Step] = {"sum": lambda use=use, f=factors: use.weighted(f)}  # type: ignore[misc]
         ways |= {w: lambda use=use, w=w: getattr(Convolution, f"_{w}")(use) for w in WAYS}  # type: ignore[misc]
         rule, use.rule = use.rule, "ghost"
-        grams = (use.fold * math.prod(use.grid)) ** 2 * use.n * 4
-        if grams < 2 << 30:
+        grams = (use.fold * math.prod(use.grid)) ** 2 * use.n * use.geometry.groups * 4
+        if grams < 1 << 30:
             ways["ghost"] = use.squares
         taken = {}
         for way, step in ways.items():
@@ -266,9 +266,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
     if options.way:
-        convolution.PER_RECORD["cuda"] = convolution.PER_RECORD["cpu"] = getattr(Convolution, f"_{options.way}")
+        convolution.PER_RECORD[options.device] = getattr(Convolution, f"_{options.way}")
     if options.repeat:
-        convolution.REPEAT["cuda"] = convolution.REPEAT["cpu"] = options.repeat
+        convolution.REPEAT[options.device] = options.repeat
     if options.peak_of:
         print(peak(options.peak_of, options))
         return

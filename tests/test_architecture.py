@@ -17,9 +17,9 @@ LAYERS = {
     "config": 1,
     "flat": 1,
     "progress": 1,
-    "theory": 2,
     "privacy": 2,
-    "topology": 3,
+    "theory": 3,
+    "topology": 4,
     "data": 3,
     "models": 3,
     "task": 4,
@@ -37,9 +37,13 @@ LAYERS = {
 
 
 def imports(path: Path) -> set[str]:
-    """The parts of adp2sgd that a file imports, at its top level or inside a function."""
+    """The parts of adp2sgd that a file imports, at its top level or inside a function, but not for types alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "adp2sgd":
             parts = node.module.split(".")
             found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}

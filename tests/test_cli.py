@@ -1,25 +1,54 @@
-"""The command line in real processes: figures, errors in one line, exit codes."""
+"""The command line: figures, errors in one line, exit codes. A few calls are real processes; the rest run in this one."""
 
 from __future__ import annotations
 
 import json
+import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-
 from conftest import adp2sgd
 
+from adp2sgd import cli
 
-def test_topology_prints_its_figures(tmp_path: Path) -> None:
-    done = adp2sgd("topology", "ring", "--learners", "16", "--json", cwd=tmp_path)
-    figures = json.loads(done.stdout)
-    assert figures["rho"] == pytest.approx(0.9952424583617858, abs=1e-12)
+
+class Command:
+    """Calls the command line in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self._monkeypatch.setattr(sys, "argv", ["adp2sgd", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = self._capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    def json(self, *arguments: str) -> Any:
+        code, out, complaint = self(*arguments, "--json")
+        assert (code, complaint) == (0, "")
+        return json.loads(out)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    monkeypatch.chdir(tmp_path)
+    return Command(monkeypatch, capsys)
+
+
+def test_topology_prints_its_figures(command: Command) -> None:
+    figures = command.json("topology", "ring", "--learners", "16")
+    assert figures["rho"] == pytest.approx(1 - (1 - math.cos(math.pi / 8)) / 16, abs=1e-12)
     assert figures["degree"] == 2
     assert figures["connected"] is True
     assert figures["rho_bar"] > 1e5
-    other = adp2sgd("topology", "ring", "--learners", "16", "--partner", "sender-receiver", "--json", cwd=tmp_path)
-    assert json.loads(other.stdout)["rho"] == pytest.approx(1 - 1 / 16, abs=1e-12)
-    assert "rho" in adp2sgd("topology", "torus", cwd=tmp_path).stdout
+    other = command.json("topology", "ring", "--learners", "16", "--partner", "sender-receiver")
+    assert other["rho"] == pytest.approx(1 - 1 / 16, abs=1e-12)
+    assert "rho" in command("topology", "torus")[1]
 
 
 def test_simulate_prints_the_result_and_keeps_the_record(tmp_path: Path) -> None:
@@ -40,47 +69,96 @@ def test_simulate_prints_the_result_and_keeps_the_record(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("line", "words"),
     [
-        (["simulate", "nowhere.toml"], "nowhere.toml"),
-        (["simulate", "--set", "learners=0"], "learners = 0"),
-        (["simulate", "--set", "task=digits/vgg"], "digits/vgg"),
-        (["simulate", "--set", "task=bogus"], "bogus"),
-        (["simulate", "--set", "task=no.such:thing"], "no.such"),
-        (["simulate", "--set", "task=os:no_such"], "no_such"),
-        (["simulate", "--set", "options.depth=3"], "depth"),
-        (["simulate", "--set", "device=gpu9"], "gpu9"),
-        (["simulate", "--set", "data.partition=site"], "site"),
-        (["simulate", "--set", "learners=100000"], "100000"),
-        (["simulate", "--resume", "nowhere"], "nowhere"),
-        (["simulate", "--set", "topology.graph=mesh"], "mesh"),
-        (["topology", "mesh"], "mesh"),
-        (["topology", "ring", "--learners", "0"], "learners = 0"),
-        (["topology", "ring", "--learners", "many"], "many"),
-        (["nothing"], "nothing"),
-        (["simulate", "--nothing"], "--nothing"),
-        (["--data-dir", "nowhere", "models", "extra"], "extra"),
+        ("simulate nowhere.toml", "nowhere.toml"),
+        ("simulate --set learners=0", "learners = 0"),
+        ("simulate --set task=digits/vgg", "digits/vgg"),
+        ("simulate --set task=bogus", "bogus"),
+        ("simulate --set task=no.such:thing", "no"),
+        ("simulate --set task=os:no_such", "no_such"),
+        ("simulate --set options.depth=3", "depth"),
+        ("simulate --set device=gpu9", "gpu9"),
+        ("simulate --set data.partition=site", "site"),
+        ("simulate --set learners=100000", "100000"),
+        ("simulate --resume nowhere", "nowhere"),
+        ("simulate --set topology.graph=mesh", "mesh"),
+        ("topology mesh", "mesh"),
+        ("topology ring --learners 0", "learners = 0"),
+        ("topology ring --learners many", "--learners"),
+        ("privacy epsilon", "--sample-rate"),
+        ("privacy epsilon --sample-rate 2 --noise-multiplier 1 --steps 1 --delta 1e-5", "sample_rate = 2"),
+        ("privacy epsilon --sample-rate 1 --noise-multiplier 0 --steps 1 --delta 1e-5", "noise_multiplier = 0"),
+        ("privacy epsilon --sample-rate 1 --noise-multiplier 1 --steps 1 --delta 2", "delta = 2"),
+        ("privacy noise --sample-rate 1 --epsilon 0 --steps 1 --delta 1e-5", "epsilon = 0"),
+        ("nothing", "nothing"),
+        ("simulate --nothing", "--nothing"),
+        ("models extra", "extra"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], words: str, tmp_path: Path) -> None:
-    done = adp2sgd(*arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("adp2sgd: error: ")
-    assert words in lines[0]
-    assert not done.stdout
+def test_bad_input_is_one_line_and_exit_code_2(line: str, words: str, command: Command, tmp_path: Path) -> None:
+    code, out, complaint = command(*line.split())
+    assert code == 2
+    assert complaint.startswith("adp2sgd: error: ")
+    assert len(complaint.strip().splitlines()) == 1, complaint
+    assert words in complaint
+    assert not out
+    assert not [path for path in tmp_path.rglob("*") if path.name != "__pycache__"]
 
 
-@pytest.mark.parametrize("verb", ["simulate", "topology", "models", "demo", "privacy"])
-def test_help_has_an_example(verb: str, tmp_path: Path) -> None:
-    done = adp2sgd(verb, "--help", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "Example: adp2sgd" in done.stdout
+def test_a_real_process_exits_with_2(tmp_path: Path) -> None:
+    done = adp2sgd("simulate", "--set", "learners=0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
 
 
-def test_version(tmp_path: Path) -> None:
-    assert adp2sgd("--version", cwd=tmp_path).stdout.startswith("adp2sgd 0.1")
+def test_every_verb_has_help_with_an_example(command: Command) -> None:
+    from typer.main import get_command
+
+    verbs = list(get_command(cli.app).commands)  # type: ignore[attr-defined]
+    assert len(verbs) >= 6
+    for verb in [*([each] for each in verbs), ["privacy", "noise"], ["privacy", "theorem"]]:
+        code, out, _ = command(*verb, "--help")
+        assert code == 0
+        assert "Example: adp2sgd" in out, verb
+
+
+def test_privacy_figures(command: Command) -> None:
+    rate = ("--sample-rate", ".08192", "--delta", "1e-5")
+    spent = command.json("privacy", "epsilon", *rate, "--noise-multiplier", "2", "--steps", "3662")
+    assert spent["epsilon"] == pytest.approx(14.2603, rel=0.002)
+    noise = command.json("privacy", "noise", *rate, "--epsilon", "8", "--steps", "3662")
+    assert noise["noise_multiplier"] == pytest.approx(3.0740, rel=0.002)
+    steps = command.json("privacy", "steps", *rate, "--epsilon", "8", "--noise-multiplier", "2")
+    assert steps["steps"] == 1412
+
+
+def test_privacy_theorem(command: Command) -> None:
+    line = (
+        "privacy theorem --delta 1e-5 --learners 16 --smallest-shard 3125 --steps 58594 --batch-size 256 --lipschitz 1"
+    )
+    theorem: Callable[..., Any] = lambda *more: command.json(*line.split(), *more)  # noqa: E731
+    holds = theorem("--epsilon", "9", "--mu", "0.2")
+    assert holds["sigma"] == pytest.approx(0.02602, abs=5e-6)
+    assert holds["alpha"] == pytest.approx(2.599, abs=5e-4)
+    assert holds["alpha_bound"] == pytest.approx(2.782, abs=5e-4)
+    assert holds["conditions_hold"] is True
+    assert holds["neighbour_epsilon"]["noise_on_sum"] > 1e5
+    fails = theorem("--epsilon", "1", "--mu", "0.5")
+    assert fails["conditions_hold"] is False
+    assert fails["failed"] == ["second"]
+    assert fails["epsilon"] is None
+
+
+def test_models_and_explain(command: Command) -> None:
+    sizes = {each["name"]: each["parameters"] for each in command.json("models")}
+    assert sizes["resnet18"] == 11_173_962
+    rules = command.json("explain", "--set", "task=digits/cnn")
+    assert {"layer", "parameters", "rule", "why"} == set(rules[0])
+
+
+def test_version(command: Command) -> None:
+    assert command("--version")[1].startswith("adp2sgd 0.1")
 
 
 def test_the_demo_ends_in_a_table(tmp_path: Path) -> None:
@@ -88,4 +166,6 @@ def test_the_demo_ends_in_a_table(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "SYNC" in done.stdout
     assert "8.9×" in done.stdout
+    assert "A(DP)²SGD" in done.stdout
+    assert "not this run" in done.stdout
     assert not list(tmp_path.iterdir())

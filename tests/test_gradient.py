@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 from adp2sgd.errors import ConfigError, PrivacyError
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient import convolution, rules
+from adp2sgd.gradient import rules
 from adp2sgd.gradient.bookkeeping import BookKeeping
 from adp2sgd.gradient.choose import Automatic, build, explain
 from adp2sgd.gradient.convolution import Convolution, Geometry
 from adp2sgd.gradient.functional import Functional
 from adp2sgd.gradient.loop import Loop
-from adp2sgd.gradient.recording import UnsupportedError
+from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.models import MODELS
 from adp2sgd.task import cross_entropy
 
@@ -94,7 +94,7 @@ def test_convolution(axes, n, groups, width, kernel, stride, dilation, padding, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Convolution, "_cost", lambda _: {"ghost": 0.0 if rule == "ghost" else 2.0, "per-record": 1.0})
         if rule != "ghost":
-            patch.setitem(convolution.PER_RECORD, "cpu", getattr(Convolution, rule))
+            patch.setattr(Convolution, "per_record", getattr(Convolution, rule))
         check(module, torch.randn(n * copies, 4, *range(size, size + axes)), copies=copies)
 
 
@@ -447,7 +447,7 @@ def test_large_per_record_gradients_are_not_held():
 @pytest.mark.parametrize("rule", ["_side_by_side", "_shifts", "_patches"])
 @pytest.mark.parametrize("name", ["cnn", "resnet18", "mobilenet_v2", "resnext29", "lstm", "tied", "attention"])
 def test_gpu_equals_cpu(name, rule, monkeypatch):
-    monkeypatch.setitem(convolution.PER_RECORD, "cuda", getattr(Convolution, rule))
+    monkeypatch.setattr(Convolution, "per_record", getattr(Convolution, rule))
     options = {"cnn": {"size": 32, "channels": 3}, "lstm": {"inputs": 6, "classes": 9, "hidden": 8, "projection": 4}}
     inputs, targets = torch.randn(3, 3, 32, 32), torch.randn(3)
     if name in MODELS:

@@ -62,19 +62,29 @@ def simulate(
 ) -> None:
     """Run a configuration in virtual time, all learners in this process."""
     from adp2sgd import engine, view
-    from adp2sgd.config import Config, load
-    from adp2sgd.errors import ConfigError
-    from adp2sgd.record import Folder
 
-    if resume is not None:
-        if config is not None or settings or out is not None:
-            raise ConfigError("--resume goes on with the run's own configuration; remove the other arguments")
-        chosen, folder = Folder.open(resume).settings, resume
-    else:
-        chosen = (Config() if config is None else load(config)).with_settings(settings)
-        folder = out or _run_folder(chosen.task, chosen.algorithm)
+    chosen, folder = _chosen(config, settings, out, resume)
     with view.progress(chosen, quiet=quiet) as on_status:
         run = engine.simulate(chosen, folder, resume=resume is not None, on_status=on_status)
+    view.print_json(run.to_dict()) if json else view.print_run(run)
+
+
+@app.command(epilog="Example: adp2sgd train experiments/ring8.toml --set learners=4 --set speeds.factor=10")
+def train(
+    config: Annotated[Optional[Path], typer.Argument(help="A TOML file; without it, the defaults.")] = None,  # noqa: UP045
+    settings: Settings = [],  # noqa: B006
+    out: Annotated[Optional[Path], typer.Option(help="The run's folder (default: runs/NAME).")] = None,  # noqa: UP045
+    resume: Annotated[Optional[Path], typer.Option(help="Go on with an interrupted run in this folder.")] = None,  # noqa: UP045
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a configuration in real time on this machine, one process per learner."""
+    from adp2sgd import engine, view
+    from adp2sgd.engine.liveview import watching
+
+    chosen, folder = _chosen(config, settings, out, resume)
+    with watching(quiet) as on_status:
+        run = engine.train(chosen, folder, resume=resume is not None, on_status=on_status)
     view.print_json(run.to_dict()) if json else view.print_run(run)
 
 
@@ -322,6 +332,20 @@ def _print_budget(spent: Any, noise_multiplier: float, sample_rate: float, steps
     )
     if spent.note:
         print(f"note: {spent.note}")
+
+
+def _chosen(config: Path | None, settings: list[str], out: Path | None, resume: Path | None) -> tuple[Any, Path]:
+    """The configuration of a new run or of the one that goes on, and its folder."""
+    from adp2sgd.config import Config, load
+    from adp2sgd.errors import ConfigError
+    from adp2sgd.record import Folder
+
+    if resume is None:
+        chosen = (Config() if config is None else load(config)).with_settings(settings)
+        return chosen, out or _run_folder(chosen.task, chosen.algorithm)
+    if config is not None or settings or out is not None:
+        raise ConfigError("--resume goes on with the run's own configuration; remove the other arguments")
+    return Folder.open(resume).settings, resume
 
 
 def _run_folder(task: str, algorithm: str) -> Path:

@@ -50,8 +50,12 @@ class LearnerResult:
     busy: int
     unconfirmed: int
     bytes_sent: int
-    loss: float
+    loss: float | None  # None for a learner that was lost before it left a model
     accuracy: float | None
+    expired: int = 0  # real engines: asked, and the partner was gone
+    halves: int = 0  # real engines: exchanges that changed one side only, as far as is known
+    restarts: int = 0
+    state: str = "ended"  # or lost
     epsilon: float | None = None
     epsilon_spent: float | None = None
     max_steps: int | None = None

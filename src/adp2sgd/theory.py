@@ -250,8 +250,9 @@ def proposition_2(
 ) -> Utility:
     """Proposition 2 (utility under privacy). Needs Proposition 1's T and Theorem 2's conditions at its own T.
 
-    Unsound at the paper's sizes: the two ask for incompatible T (ResNet-18, ε=9: 1.7e14 against 654). It inherits all
-    that is wrong with Theorem 2, and its θ̃ is printed as a sum of models where a mean is meant.
+    Unsound: at the paper's sizes the two ask for incompatible T (ResNet-18, ε=9: 1.7e14 against 654); C4 leaves out the
+    1 in α, so that the bound lies below the one it is derived from; it inherits all that is wrong with Theorem 2. Its θ̃
+    is printed as a sum of models where a mean is meant.
     """
     p = problem
     size = p.gap + p.smoothness * (p.sample_variance / p.batch_size + 6 * p.shard_variance)

@@ -57,7 +57,9 @@ def _status(status: Status, epochs: float) -> str:
     return text
 
 
-def quality(accuracy: float | None, loss: float) -> str:
+def quality(accuracy: float | None, loss: float | None) -> str:
+    if loss is None:
+        return "no model"
     return f"loss {loss:.4f}" if accuracy is None else f"accuracy {accuracy:.1%}"
 
 

@@ -7,6 +7,7 @@ import time
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adp2sgd.engine.speeds import round_seconds
 from adp2sgd.engine.worker import Worker
@@ -38,7 +39,7 @@ class SyncWorker(Worker):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         world = self.config.learners
         on_gpu = self.setup.device.type == "cuda" and torch.cuda.device_count() >= world
-        store = distributed.TCPStore("127.0.0.1", self.order["port"], is_master=False)
+        store = TCPStore("127.0.0.1", self.order["port"], is_master=False)
         distributed.init_process_group(
             "nccl" if on_gpu else "gloo", store=store, rank=self.place.learner, world_size=world
         )

@@ -25,7 +25,6 @@ class Keeper(threading.Thread):
     def __init__(self, setup: Setup, learner: Learner, folder: Folder, facts: dict[str, Any]) -> None:
         super().__init__(name="keeper", daemon=True)
         self.metrics: Metrics | None = None
-        self.figures: dict[str, Any] = {}
         self.trouble: str | None = None
         self._setup = setup
         self._learner = learner
@@ -56,7 +55,6 @@ class Keeper(threading.Thread):
         self._write_events()
         if checkpoint:
             self._write_checkpoint()
-        self._refresh_figures()
 
     def run(self) -> None:
         while not self._closing:
@@ -69,7 +67,6 @@ class Keeper(threading.Thread):
             if self._due["evaluate"] and not self._closing:
                 self._due["evaluate"] = False
                 self._look()
-                self._refresh_figures()
 
     def _write_events(self) -> None:
         lines, self._lines = self._lines, []
@@ -99,7 +96,3 @@ class Keeper(threading.Thread):
         if records > LOOK:
             rows = torch.randperm(records, generator=torch.Generator().manual_seed(setup.seed))[:LOOK]
         self.metrics = evaluate(self._model, setup.task, self._learner.snapshot(), rows)
-
-    def _refresh_figures(self) -> None:
-        if self._learner.budget is not None:
-            self.figures = self._learner.budget.figures()

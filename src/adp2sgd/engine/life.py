@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from adp2sgd.errors import Adp2sgdError
 from adp2sgd.exchange.shared import Post
 from adp2sgd.record import Folder
 
+SWITCH_S = 0.0005  # how long Python's training thread may keep the exchange thread from answering
 FAILED = 3  # exit code: the error was reported, and a restart would not help
 WORKERS: dict[str, type[Worker]] = {"adpsgd": Worker, "sync": SyncWorker}
 
@@ -27,6 +29,7 @@ def live(order: dict[str, Any]) -> int:
     try:
         folder = Folder.open(order["folder"])
         config = on_device(folder.settings, place.learner)
+        sys.setswitchinterval(SWITCH_S)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.learners))
         setup = prepare(config, order["seed"])
         WORKERS[config.algorithm](setup, folder, place, post, order).live()

@@ -4,7 +4,7 @@ So a learner starts in milliseconds instead of seconds, and all share one copy o
 is also the learners' parent: it says how each of them ended. When the supervisor goes, by whatever way, the nursery
 sees its line closed, and kills and reaps all learners; when the nursery itself is killed, the kernel kills them.
 
-    python -m adp2sgd.engine.nursery DESCRIPTOR      (of the line to the supervisor)
+Its first message is the descriptors of the shared memories, which every learner inherits; all others are orders.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ REAP_S = 0.02
 
 
 class Nursery:
-    """The supervisor's end of the line."""
+    """The supervisor's end of the line. The process warms up while the supervisor prepares."""
 
-    def __init__(self, descriptors: list[int]) -> None:
-        """`descriptors` are inherited by every learner."""
+    def __init__(self) -> None:
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "adp2sgd.engine.nursery", str(theirs.fileno())]
+            program = f"from adp2sgd.engine.nursery import main; main({theirs.fileno()})"
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno(), *descriptors], env=environment)
+            command = [sys.executable, "-c", program]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+
+    def give(self, descriptors: list[int]) -> None:
+        """Before the first `spawn`."""
+        socket.send_fds(self.line, [b"descriptors"], descriptors)
 
     def spawn(self, order: dict[str, Any]) -> None:
         """Start the learner `order["learner"]`; its pid comes with `reports`."""
@@ -65,13 +69,14 @@ class Nursery:
 def tend(line: socket.socket) -> None:
     """The nursery's own loop, until the supervisor closes the line."""
     children: dict[int, int] = {}
+    _, descriptors, _, _ = socket.recv_fds(line, 64, 250)
     while True:
         ready, _, _ = select.select([line], [], [], REAP_S)
         if ready:
             data = line.recv(LARGEST)
             if not data:
                 break
-            order = json.loads(data)
+            order = {**json.loads(data), "descriptors": descriptors}
             pid = _fork(order, line)
             children[pid] = order["learner"]
             _tell(line, {"learner": order["learner"], "pid": pid})
@@ -120,16 +125,13 @@ def _live(order: dict[str, Any]) -> int:
     return live(order)
 
 
-def main() -> None:
+def main(descriptor: int) -> None:
+    """Of the nursery's own process; `descriptor` is its end of the line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides what it means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # standard output belongs to the supervisor's figures
-    line = socket.socket(fileno=int(sys.argv[1]))
+    line = socket.socket(fileno=descriptor)
     line.set_inheritable(False)
     import adp2sgd.engine.life  # noqa: F401
 
     tend(line)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -112,9 +112,9 @@ def pick_device(name: str) -> torch.device:
 def make_learner(setup: Setup, number: int, folder: Path, *, start: int = 0) -> Learner:
     """Learner `number`, at the initial weights; its ledger lies in `folder`."""
     config = setup.config
-    streams = Streams(config.seed, number)
+    streams = Streams(config.seed, number + (start << 32))  # a restart repeats neither batches nor noise
     records = setup.task.train.take(setup.shards[number])
-    budget = _open_budget(setup, number, folder) if config.privacy.mode == "private" else None
+    budget = open_budget(setup, number, folder) if config.privacy.mode == "private" else None
     return Learner(
         number=number,
         task=setup.task,
@@ -146,7 +146,8 @@ def _gradient_step(setup: Setup, budget: Budget | None) -> GradientStep:
     return PrivateStep(engine, clip_norm=privacy.clip_norm, noise_multiplier=noise)
 
 
-def _open_budget(setup: Setup, number: int, folder: Path) -> Budget:
+def open_budget(setup: Setup, number: int, folder: Path) -> Budget:
+    """The budget of learner `number`, with its ledger in `folder`."""
     config = setup.config
     return Budget.open(
         folder / "ledger.jsonl",
@@ -169,9 +170,18 @@ def explain_gradients(config: Config) -> list[choose.Row]:
     return choose.explain(setup.model, setup.task.loss, inputs, setup.task.train.targets[:rows].to(setup.device))
 
 
+class Accounted(Protocol):
+    """What a result needs of a learner beside its figures."""
+
+    @property
+    def budget(self) -> Budget | None: ...
+    @property
+    def noise_source(self) -> str: ...
+
+
 def finish(
     setup: Setup,
-    learners: Sequence[Learner],
+    learners: Sequence[Accounted],
     results: tuple[LearnerResult, ...],
     curve: tuple[Point, ...],
     *,
@@ -205,7 +215,7 @@ def finish(
     )
 
 
-def _guarantee(learners: Sequence[Learner]) -> Any:
+def _guarantee(learners: Sequence[Accounted]) -> Any:
     """The weakest learner's guarantee, which is the run's where no record lies at two learners."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
     if not found:

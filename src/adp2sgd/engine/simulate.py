@@ -67,12 +67,13 @@ def simulate(
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch:
             return replace(simulate(config, Path(scratch) / "run", on_status=on_status), folder=None)
+    kind = Synchronous if config.algorithm == "sync" else Asynchronous
+    saved = checkpoint.read(Folder.open(folder)) if resume else None
+    setup = prepare(config, saved.seed if saved else None)  # before the folder: a wrong task leaves nothing behind
     home = Folder.open(folder) if resume else Folder.create(folder, config)
-    saved = checkpoint.read(home) if resume else None
     if saved is not None and config.seed is not None:
         home.remove_logs("ledger.jsonl")  # a seeded run repeats its draws, so they are charged anew and not twice
-    kind = Synchronous if config.algorithm == "sync" else Asynchronous
-    simulation = kind(prepare(config, saved.seed if saved else None), home, on_status or (lambda _: None))
+    simulation = kind(setup, home, on_status or (lambda _: None))
     with closing(simulation), suited_threads(len(simulation.setup.model.weights), config.batch_size):
         if saved is None:
             simulation.start()

@@ -1,4 +1,4 @@
-"""Starts the learners, listens to them, replaces those that die, and says when the run is over. No weight passes through it."""
+"""Starts the learners, listens, replaces those that die, says when the run is over. No weight passes through it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from adp2sgd.engine.nursery import Nursery
 from adp2sgd.engine.setup import Setup
 from adp2sgd.errors import DivergedError, PrivacyError, RunError
 from adp2sgd.exchange.shared import Layout, Memory, Post
+from adp2sgd.privacy.budget import Plan
 from adp2sgd.record import Folder
 
 TICK_S = 0.05
@@ -71,7 +72,7 @@ class Seat:
 
     def turn_page(self) -> None:
         """The start that was is history."""
-        self.past, self.status = self.totals, {k: v for k, v in self.status.items() if k in {"figures", "notes"}}
+        self.past, self.status = self.totals, {k: v for k, v in self.status.items() if k in {"drawn", "notes"}}
 
 
 class Supervisor:
@@ -81,10 +82,12 @@ class Supervisor:
         self,
         setup: Setup,
         folder: Folder,
+        nursery: Nursery,
         *,
         mode: str = "fresh",
         seats: list[Seat] | None = None,
         elapsed_s: float = 0.0,
+        plans: Sequence[Plan] = (),
         patience: Patience | None = None,
         on_status: Callable[[Supervisor], None] | None = None,
     ) -> None:
@@ -94,7 +97,9 @@ class Supervisor:
         self.notes: list[str] = []
         self.states: dict[int, Tensor] = {}  # of the learners that ended well
         self.interrupted = False
+        self.plans = plans  # of the learners' budgets, in private mode
         self.patience = patience or Patience()
+        self._nursery = nursery
         self._mode = mode
         self._elapsed_s = elapsed_s
         self._on_status = on_status or (lambda _: None)
@@ -120,9 +125,9 @@ class Supervisor:
         """Raises RunError if the run cannot go on; no process is left behind in any case."""
         self._descriptors = [self._layout.create(seat.learner) for seat in self.seats]
         self._post = Post(self._token, SUPERVISOR)
-        self._nursery = Nursery(self._descriptors)
         self._store = self._make_store()
         try:
+            self._nursery.give(self._descriptors)
             with Interrupt() as interrupt:
                 for seat in self.seats:
                     self._spawn(seat, self._mode)
@@ -130,7 +135,7 @@ class Supervisor:
                     self._turn(interrupt)
             self._collect()
         finally:
-            self._nursery.close()
+            self._nursery.close()  # first: then nobody uses the rest any more
             self._post.close()
             for descriptor in self._descriptors:
                 os.close(descriptor)
@@ -231,7 +236,6 @@ class Supervisor:
             "learner": seat.learner,
             "start": seat.start,
             "token": self._token,
-            "descriptors": self._descriptors,
             "folder": str(self.folder.path.absolute()),
             "seed": self.setup.seed,
             "mode": mode,
@@ -293,9 +297,9 @@ class Supervisor:
         """Where the learners of SYNC find each other: lives and dies with this process, on a port of its choice."""
         if self.setup.config.algorithm != "sync":
             return None
-        from torch import distributed
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        return distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def to_dict(self) -> dict[str, Any]:
         """What `--resume` needs to know."""

@@ -228,7 +228,7 @@ class Worker:
             "halves": tally.halves,
             "bytes_sent": tally.bytes_sent,
             "notes": [*self.notes, *([keeper.trouble] if keeper.trouble else [])],
-            "figures": keeper.figures,
+            "drawn": learner.budget.steps if learner.budget is not None else None,
         }
         if keeper.metrics is not None:
             status |= {"loss": keeper.metrics.loss, "accuracy": keeper.metrics.accuracy}

@@ -18,7 +18,7 @@ from adp2sgd.gradient.bookkeeping import BookKeeping
 from adp2sgd.gradient.engine import Clipped, Engine
 from adp2sgd.gradient.functional import Functional
 from adp2sgd.gradient.loop import Loop
-from adp2sgd.gradient.recording import UnsupportedError
+from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.task import Loss
 
 PROBE_RECORDS = 3

@@ -15,6 +15,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from adp2sgd.gradient.rules import Kept, compare, product
 
@@ -96,8 +97,11 @@ class Convolution:
         return dots.view(self.n, -1).sum(1)
 
     def per_record(self) -> Tensor:
-        if 1 < self.geometry.groups == self.inputs.shape[1]:
+        groups, channels = self.geometry.groups, self.inputs.shape[1]
+        if 1 < groups == channels:
             return self._side_by_side()
+        if channels // groups < FEW_CHANNELS or prod(self.outputs.shape[2:]) <= FEW_PIXELS:
+            return self._patches()
         return PER_RECORD[self.inputs.device.type](self)
 
     def weighted(self, factors: Tensor) -> Tensor:
@@ -123,9 +127,22 @@ class Convolution:
         return self._join([product(gradient, pixels) for pixels in self._slices()])
 
     def _patches(self) -> Tensor:
-        """One batched matrix product with all slices, copied side by side."""
-        products = product(self._flat_outputs().transpose(1, 2), torch.cat(list(self._slices()), 2))
-        return self._join(list(products.chunk(prod(self.geometry.kernel), 2)))
+        """One batched matrix product with the patches, copied: for few channels or pixels."""
+        g, groups = self.geometry, self.geometry.groups
+        x = F.pad(self.inputs, [a for pad in reversed(g.padding) for a in (pad, pad)])
+        strides = x.stride()[2:]
+        over_kernel = [step * d for step, d in zip(strides, g.dilation, strict=True)]
+        over_outputs = [step * s for step, s in zip(strides, g.stride, strict=True)]
+        size = (*x.shape[:2], *g.kernel, *self.outputs.shape[2:])
+        view = x.as_strided(size, (*x.stride()[:2], *over_kernel, *over_outputs))
+        patches = view.reshape(len(x) * groups, -1, prod(self.outputs.shape[2:]))
+        gradient = self.outputs.reshape(len(x) * groups, -1, patches.shape[2])
+        if patches.shape[1] <= 64:  # the longer side first is faster
+            out = product(patches, gradient.transpose(1, 2)).transpose(1, 2)
+        else:
+            out = product(gradient, patches.transpose(1, 2))
+        by_record = out.reshape(self.n, self.fold, *self.weight.shape)
+        return by_record.sum(1) if self.fold > 1 else by_record[:, 0]
 
     def _slices(self) -> Iterator[Tensor]:
         phases: dict[tuple[int, ...], Tensor] = {}
@@ -169,6 +186,7 @@ class Convolution:
 
 
 TRAFFIC = 30
+FEW_CHANNELS, FEW_PIXELS = 8, 64
 PER_RECORD = {"cpu": Convolution._side_by_side, "cuda": Convolution._shifts}
 REPEAT = {"cpu": 1.2, "cuda": 2.0}
 """How much longer the per-record gradients take than the plain weight gradient of the same layer, measured."""

@@ -13,15 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from adp2sgd.errors import PrivacyError
 from adp2sgd.gradient import layers, rules
-from adp2sgd.gradient.attention import attend
-from adp2sgd.gradient.convolution import Geometry
-from adp2sgd.gradient.recurrent import Direction, linear_uses
-
-
-class UnsupportedError(Exception):
-    """A parameter is used in a way that no rule covers."""
+from adp2sgd.gradient.functions import HANDLERS
+from adp2sgd.gradient.rules import UnsupportedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,137 +122,6 @@ class Recording(TorchFunctionMode):
         out: Tensor = layers.Tap.apply(layer, self.token, x)  # type: ignore[no-untyped-call]
         return out
 
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        emit, emit_bias = self.emitter(weight), self.emitter(bias)
-        x, w, b = _cast(input, weight, bias)
-        if emit is None and emit_bias is None:
-            return F.linear(x, w, b)
-        return self.run(layers.LinearLayer(self.n, _plain(w), _plain_or_none(b), emit, emit_bias), x)
-
-    def convolution(
-        self, axes: int, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-        padding: Any = 0, dilation: Any = 1, groups: int = 1,
-    ) -> Tensor:  # fmt: skip
-        kernel, steps = tuple(weight.shape[2:]), _each(dilation, axes)
-        x = input
-        if input.dim() != axes + 2:
-            raise UnsupportedError(
-                f"a convolution reads a tensor of shape {list(input.shape)} without records in front"
-            )
-        if padding == "same":
-            both = [d * (k - 1) for k, d in zip(kernel, steps, strict=True)]
-            x = F.pad(x, [a for b in reversed(both) for a in (0, b % 2)])
-            padding = [b // 2 for b in both]
-        padding = 0 if padding == "valid" else padding
-        geometry = Geometry(kernel, _each(stride, axes), _each(padding, axes), steps, groups)
-        emit, emit_bias = self.emitter(weight), self.emitter(bias)
-        x, w, b = _cast(x, weight, bias)
-        layer = layers.ConvolutionLayer(self.n, _plain(w), _plain_or_none(b), geometry, emit, emit_bias)
-        return self.run(layer, x) if emit or emit_bias else layer.forward(x)[0]
-
-    def group_norm(
-        self,
-        input: Tensor,
-        num_groups: int,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        emits = [self.emitter(weight), self.emitter(bias)]
-        x = _full(input)
-        if not any(emits):
-            return F.group_norm(x, num_groups, weight, bias, eps)
-        layer = layers.GroupNormLayer(self.n, num_groups, _plain_or_none(weight), _plain_or_none(bias), eps, emits)
-        return self.run(layer, x)
-
-    def layer_norm(
-        self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> Tensor:  # fmt: skip
-        emits = [self.emitter(weight), self.emitter(bias)]
-        x = _full(input)
-        if not any(emits):
-            return F.layer_norm(x, normalized_shape, weight, bias, eps)
-        shape = list(normalized_shape)
-        layer = layers.LayerNormLayer(self.n, shape, _plain_or_none(weight), _plain_or_none(bias), eps, emits)
-        return self.run(layer, x)
-
-    def embedding(
-        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
-        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if max_norm is not None or scale_grad_by_freq:
-            raise UnsupportedError("an embedding with max_norm or scale_grad_by_freq couples records")
-        emit = self.emitter(weight)
-        if emit is None:
-            return F.embedding(input, weight)
-        padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(weight) + padding_idx
-        return self.run(layers.EmbeddingLayer(self.n, _plain(weight), padding, emit), input)
-
-    def lstm(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if len(args) != 9 or not isinstance(args[2], (list, tuple)) or args[0].dim() != 3:
-            raise UnsupportedError("an LSTM over packed or unbatched sequences has no rule")
-        x, (h0, c0), flat, has_bias, count, dropout, training, both, batch_first = args
-        if any(id(t) in self.sources for t in (x, h0, c0)):
-            raise UnsupportedError("an LSTM whose first state is trained has no rule")
-        size = 4 if has_bias else 2
-        ends: list[tuple[Tensor, Tensor]] = []
-        x = x.transpose(0, 1) if batch_first else x
-        if x.shape[1] % self.n or len(flat) != size * count * (1 + both):
-            raise UnsupportedError("an LSTM with projections, or whose rows do not divide into records, has no rule")
-        for layer in range(count):
-            sides = []
-            for side in range(1 + both):
-                at = layer * (1 + both) + side
-                out, *end = self._direction(x.flip(0) if side else x, h0[at], c0[at], flat[at * size : (at + 1) * size])
-                ends.append((end[0], end[1]))
-                sides.append(out.flip(0) if side else out)
-            x = torch.cat(sides, 2)
-            if dropout and training and layer < count - 1:
-                x = F.dropout(x, dropout)
-        x = x.transpose(0, 1) if batch_first else x
-        return x, torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends])
-
-    def _direction(self, x: Tensor, h0: Tensor, c0: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        emits = [self.emitter(w) for w in weights]
-
-        def emit(x: Tensor, before: Tensor, gates: Tensor) -> None:
-            for to, use in zip(emits, linear_uses(self.n, x, before, gates), strict=False):
-                if to:
-                    to(use)
-
-        plain = [_plain(w) for w in weights]
-        bias = plain[2] + plain[3] if len(plain) == 4 else x.new_zeros(len(plain[0]))
-        x, h0, c0 = (t.to(plain[0].dtype) for t in (x, h0, c0))
-        out = Direction.apply(emit, self.token, x, h0, c0, plain[0], plain[1], bias)  # type: ignore[no-untyped-call]
-        return out[0], out[1], out[2]
-
-    def attention(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        call = dict(zip(ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
-        call = ATTENTION_DEFAULTS | call
-        odd = [k for k in ("bias_k", "bias_v", "static_k", "static_v") if call[k] is not None]
-        if odd or call["add_zero_attn"] or call["query"].dim() != 3:
-            raise UnsupportedError("attention with bias_kv, zero_attn, static keys or unbatched input has no rule")
-        if call["use_separate_proj_weight"]:
-            weights = [call[f"{name}_proj_weight"] for name in "qkv"]
-        elif call["query"] is call["key"] is call["value"]:
-            weights = [call["in_proj_weight"]]
-        else:
-            weights = self._pieces(call["in_proj_weight"])
-        bias = call["in_proj_bias"]
-        biases = [None] * len(weights) if bias is None else [bias] if len(weights) == 1 else self._pieces(bias)
-        return attend(self.linear, weights, biases, call)
-
-    def _pieces(self, tensor: Tensor) -> list[Tensor]:
-        with self:
-            return list(tensor.chunk(3))
-
-    def batch_norm(self, input: Tensor, mean: Any, var: Any, *args: Any, **kwargs: Any) -> Tensor:
-        named = dict(zip(("weight", "bias", "training"), args, strict=False)) | kwargs
-        if named.get("training"):
-            raise PrivacyError("BatchNorm couples the records of a batch; use norm = group, or a model without it")
-        raise UnsupportedError("batch_norm with trained parameters has no rule")
-
     # --- Parameters outside of layers ---
 
     def _loose(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -321,27 +184,6 @@ ELEMENTWISE = {
     "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__", "__rtruediv__", "true_divide",
     "maximum", "minimum", "pow", "__pow__", "where", "lerp", "addcmul",
 }  # fmt: skip
-ATTENTION_ARGUMENTS = (
-    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
-    "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights",
-    "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k", "static_v",
-    "average_attn_weights", "is_causal",
-)  # fmt: skip
-ATTENTION_DEFAULTS: dict[str, Any] = dict.fromkeys(ATTENTION_ARGUMENTS) | {
-    "training": True, "need_weights": True, "average_attn_weights": True, "use_separate_proj_weight": False,
-}  # fmt: skip
-HANDLERS: dict[Any, Callable[..., Any]] = {
-    F.linear: Recording.linear,
-    torch.conv1d: lambda self, *a, **k: self.convolution(1, *a, **k),
-    torch.conv2d: lambda self, *a, **k: self.convolution(2, *a, **k),
-    torch.conv3d: lambda self, *a, **k: self.convolution(3, *a, **k),
-    F.group_norm: Recording.group_norm,
-    F.layer_norm: Recording.layer_norm,
-    F.embedding: Recording.embedding,
-    F.batch_norm: Recording.batch_norm,
-    F.multi_head_attention_forward: Recording.attention,
-    torch.lstm: Recording.lstm,
-}
 
 
 def _pull(tensor: Tensor, root: Tensor, gradients: Tensor) -> Tensor:
@@ -357,29 +199,3 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield value
         elif isinstance(value, (tuple, list)) or type(value) is type({}.values()):
             yield from _tensors(value)
-
-
-def _each(value: Any, axes: int) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * axes if len(values) == 1 else values
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach()
-
-
-def _plain_or_none(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
-
-
-def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Under autocast, what it would do to a matrix product."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _full(x: Tensor) -> Tensor:
-    """Under autocast, what it would do to a normalization."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

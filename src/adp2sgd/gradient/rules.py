@@ -18,6 +18,10 @@ KEEP_BYTES = 1 << 28
 """Per-record gradients of one layer are held until the clip factors are known only if they are smaller than this."""
 
 
+class UnsupportedError(Exception):
+    """A parameter is used in a way that no rule covers."""
+
+
 class Use(Protocol):
     """One use of a parameter in a forward pass. `n` records; every method returns float32 (float64 for such models)."""
 

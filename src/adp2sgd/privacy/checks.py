@@ -144,13 +144,12 @@ class _Probe:
         return cls(module, buffers, loss, rows, labels, 1e-2 if dtype is None else 1e-9)
 
     def answer(self, inputs: Tensor, targets: Tensor) -> _Answer:
-        """A model that draws random numbers gets the same ones for every batch of one size."""
+        """Called again, a model that draws random numbers gets the same ones: the generators' states are put back."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if not parameters:
             raise PrivacyError("the model has no trainable parameter; set requires_grad on those to be trained")
         try:
             with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []), torch.enable_grad():
-                torch.manual_seed(0)
                 before = _random_state(inputs.device)
                 outputs = self.module(inputs)
                 losses = self.loss(outputs, targets)

@@ -1,0 +1,199 @@
+"""`adp2sgd train`: real learners on one machine, one process each, and what they report together."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from adp2sgd.config import Config
+from adp2sgd.engine import learner_checkpoint
+from adp2sgd.engine.evaluate import average, consensus, evaluate
+from adp2sgd.engine.nursery import Nursery
+from adp2sgd.engine.setup import Setup, finish, open_budget, prepare
+from adp2sgd.engine.supervisor import Patience, Seat, Supervisor
+from adp2sgd.errors import InterruptedRunError, LedgerError, RunError
+from adp2sgd.exchange.shared import require_linux
+from adp2sgd.privacy.budget import Budget, Plan
+from adp2sgd.privacy.streams import Streams
+from adp2sgd.record import Folder, LearnerResult, Point, Run
+
+SESSION = "session.json"  # what `--resume` needs beside the learners' checkpoints
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """A learner after its end: its ledger has the last word on what was spent."""
+
+    budget: Budget | None
+    noise_source: str
+
+
+def train(
+    config: Config,
+    folder: str | Path | None = None,
+    *,
+    resume: bool = False,
+    on_status: Callable[[Supervisor], None] | None = None,
+    patience: Patience | None = None,
+) -> Run:
+    """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
+
+    `resume` goes on from the learners' last checkpoints, with their own ledgers and fresh noise.
+    """
+    require_linux()
+    if folder is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            return replace(train(config, Path(scratch) / "run", on_status=on_status, patience=patience), folder=None)
+    home = Folder.open(folder) if resume else Folder.create(folder, config)
+    kept = _read_session(home) if resume else {}
+    with closing(Nursery()) as nursery:
+        setup = prepare(config, kept.get("seed"))
+        supervisor = Supervisor(
+            setup,
+            home,
+            nursery,
+            mode="resume" if resume else "fresh",
+            seats=[_again(Seat(**seat)) for seat in kept.get("seats", ())],
+            elapsed_s=kept.get("seconds", 0.0),
+            plans=_plan(setup, home),
+            patience=patience,
+            on_status=on_status,
+        )
+        supervisor.notes += kept.get("notes", [])
+        _keep_session(home, supervisor)
+        try:
+            supervisor.run()
+        finally:
+            _keep_session(home, supervisor)
+    if supervisor.interrupted and supervisor.global_steps < setup.target_steps:
+        raise InterruptedRunError(
+            f"interrupted at epoch {setup.epoch(supervisor.global_steps):.2f}; go on with --resume {home.path}"
+        )
+    return _result(supervisor, home)
+
+
+def _plan(setup: Setup, home: Folder) -> list[Plan]:
+    """The learners' budgets, made before they start: alike learners share the work, and errors come early."""
+    if setup.config.privacy.mode != "private":
+        return []
+    plans = []
+    for learner in range(setup.config.learners):
+        with closing(open_budget(setup, learner, home.learner(learner))) as budget:
+            plans.append(budget.plan)
+    return plans
+
+
+def _read_session(home: Folder) -> dict[str, Any]:
+    if (home.path / "result.json").exists():
+        raise RunError(f"{home.path} holds a finished run; its result is in result.json")
+    try:
+        kept: dict[str, Any] = json.loads((home.path / SESSION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise RunError(f"{home.path} holds no run of `train`; remove it and start the run again") from None
+    return kept
+
+
+def _keep_session(home: Folder, supervisor: Supervisor) -> None:
+    try:
+        with home.replacing(SESSION) as part:
+            part.write_text(json.dumps(supervisor.to_dict()), encoding="utf-8")
+    except OSError as error:
+        supervisor.notes.append(f"{SESSION} could not be written ({error.strerror})")
+
+
+def _again(seat: Seat) -> Seat:
+    """A learner of an earlier session, before its next start."""
+    seat.turn_page()
+    seat.start += 1
+    seat.alive, seat.pid, seat.failures, seat.fate = False, None, 0, "starting"
+    return seat
+
+
+def _result(supervisor: Supervisor, home: Folder) -> Run:
+    """Evaluate the learners' models and their average; ask the ledgers; write the result."""
+    setup, states = supervisor.setup, supervisor.states
+    if not states:
+        raise RunError(f"no learner ended with a model; what happened: {'; '.join(supervisor.notes)}")
+    theta = average(list(states.values())).to(setup.device)
+    accounts = [_account(setup, seat.learner, home, supervisor.notes) for seat in supervisor.seats]
+    results = tuple(_learner_result(supervisor, home, seat, accounts[seat.learner]) for seat in supervisor.seats)
+    metrics = evaluate(setup.model, setup.task, theta)
+    steps = sum(each.steps for each in results)
+    point = Point(
+        global_steps=steps,
+        epoch=setup.epoch(steps),
+        seconds=supervisor.seconds,
+        loss=metrics.loss,
+        accuracy=metrics.accuracy,
+        consensus=consensus([state.to(setup.device) for state in states.values()], theta),
+    )
+    run = finish(setup, accounts, results, (point,), theta=theta, clock="real", folder=str(home.path))
+    run = replace(run, notes=(*run.notes, *_told(supervisor)))
+    try:
+        home.write_result(run)
+    except OSError as error:
+        raise RunError(
+            f"the run is complete (loss {run.loss:.4f}) but {home.path}/result.json cannot be written "
+            f"({error.strerror}); free disk space and evaluate the learners' checkpoints"
+        ) from None
+    (home.path / SESSION).unlink(missing_ok=True)
+    return run
+
+
+def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Account:
+    source = Streams(setup.config.seed, learner)("noise", 0).name
+    if setup.config.privacy.mode != "private":
+        return Account(None, source)
+    try:
+        budget = open_budget(setup, learner, home.learner(learner))
+    except LedgerError as error:
+        notes.append(f"learner {learner}: {error}")
+        return Account(None, source)
+    budget.close()
+    return Account(budget, source)
+
+
+def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: Account) -> LearnerResult:
+    setup, totals = supervisor.setup, seat.totals
+    state = supervisor.states.get(seat.learner)
+    if state is None:
+        saved = learner_checkpoint.load(home, seat.learner)
+        state = saved.state if saved is not None and saved.tensors else None
+    metrics = None if state is None else evaluate(setup.model, setup.task, state.to(setup.device))
+    return LearnerResult(
+        learner=seat.learner,
+        steps=totals["steps"],
+        share=totals["steps"] / max(1, supervisor.global_steps),
+        staleness_mean=totals["staleness_total"] / max(1, totals["steps"]),
+        staleness_max=totals["staleness_max"],
+        exchanges=totals["exchanges"],
+        busy=totals["busy"],
+        unconfirmed=totals["unconfirmed"],
+        bytes_sent=totals["bytes_sent"],
+        loss=None if metrics is None else metrics.loss,
+        accuracy=None if metrics is None else metrics.accuracy,
+        expired=totals["expired"],
+        halves=totals["halves"] + seat.died,
+        restarts=seat.restarts,
+        state=seat.fate,
+        **(account.budget.figures() if account.budget is not None else {}),
+    )
+
+
+def _told(supervisor: Supervisor) -> list[str]:
+    """What happened, in words: the supervisor's notes, then what the learners said themselves."""
+    said = [
+        f"learner {seat.learner} {note}"
+        for seat in supervisor.seats
+        for note in dict.fromkeys(seat.status.get("notes", ()))
+    ]
+    halves = sum(seat.totals["halves"] + seat.died for seat in supervisor.seats)
+    unconfirmed = sum(seat.totals["unconfirmed"] for seat in supervisor.seats)
+    if halves or unconfirmed:
+        said.append(f"{halves} half-exchanges, and {unconfirmed} answers without a commit (each may be one)")
+    return [*supervisor.notes, *said]

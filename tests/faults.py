@@ -1,0 +1,139 @@
+"""Faults as a vocabulary. A `Faults` is called with the supervisor at every tick of a run, and counts what it did.
+
+faults = Faults().kill(learner=2, at_step=50)
+train(config, folder, on_status=faults)
+assert faults.fired == 1
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Generator, Tensor, nn
+
+from adp2sgd.data.records import Records
+from adp2sgd.engine.supervisor import Seat, Supervisor
+from adp2sgd.task import Task, cross_entropy
+
+DRAWS = "ADP2SGD_TEST_DRAWS"  # a file that grows by one byte with every batch that is drawn for a gradient
+
+
+@dataclass
+class Plan:
+    """Done once, when the learner has taken `at_step` steps in all."""
+
+    learner: int
+    at_step: int
+    deed: Callable[[Supervisor, Seat], None]
+    done: bool = False
+
+
+class Faults:
+    """`fired` counts the deeds done, `times` says when (seconds of the run), `pids` to whom."""
+
+    def __init__(self) -> None:
+        self.fired = 0
+        self.times: list[float] = []
+        self.pids: list[int] = []
+        self._plans: list[Plan] = []
+        self._later: list[tuple[float, Callable[[], None]]] = []
+
+    def kill(self, *, learner: int, at_step: int) -> Faults:
+        """kill -9, as the kernel does when memory runs out."""
+        return self._add(learner, at_step, lambda _, seat: os.kill(self._pid(seat), signal.SIGKILL))
+
+    def stop(self, *, learner: int, at_step: int, seconds: float) -> Faults:
+        """SIGSTOP, and SIGCONT after a while to the same process, if there still is one."""
+
+        def deed(_: Supervisor, seat: Seat) -> None:
+            pid = self._pid(seat)
+            os.kill(pid, signal.SIGSTOP)
+            self._later.append((time.monotonic() + seconds, lambda: _signal_if_there(pid, signal.SIGCONT)))
+
+        return self._add(learner, at_step, deed)
+
+    def fill_disk(self, *, learner: int, at_step: int, bytes_left: int = 0) -> Faults:
+        """From now on no file of this learner may grow: the write fails in the kernel, as on a full disk."""
+
+        def deed(_: Supervisor, seat: Seat) -> None:
+            resource.prlimit(self._pid(seat), resource.RLIMIT_FSIZE, (bytes_left, bytes_left))
+
+        return self._add(learner, at_step, deed)
+
+    def interrupt(self, *, learner: int, at_step: int) -> Faults:
+        """Ctrl-C at the supervisor, which is this very process."""
+        return self._add(learner, at_step, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+
+    def __call__(self, supervisor: Supervisor) -> None:
+        for plan in self._plans:
+            seat = supervisor.seats[plan.learner]
+            new = seat.pid is not None and seat.pid not in self.pids  # one deed per process
+            if not plan.done and new and seat.totals["steps"] >= plan.at_step:
+                plan.done = True
+                plan.deed(supervisor, seat)
+                self.fired += 1
+                self.times.append(supervisor.seconds)
+        due = [deed for at, deed in self._later if time.monotonic() >= at]
+        self._later = [(at, deed) for at, deed in self._later if time.monotonic() < at]
+        for deed in due:
+            deed()
+
+    def _add(self, learner: int, at_step: int, deed: Callable[[Supervisor, Seat], None]) -> Faults:
+        self._plans.append(Plan(learner, at_step, deed))
+        return self
+
+    def _pid(self, seat: Seat) -> int:
+        assert seat.pid is not None
+        self.pids.append(seat.pid)
+        return seat.pid
+
+
+def _signal_if_there(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def learner_processes() -> set[int]:
+    """All processes of this machine that hold a learner's shared memory or were made by a nursery."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+            memories = any("memfd:adp2sgd" in os.readlink(link) for link in (folder / "fd").iterdir())
+        except OSError:
+            continue
+        if b"adp2sgd.engine.nursery" in command or memories:
+            found.add(int(folder.name))
+    return found
+
+
+def counted_blobs(*, records: int = 400) -> Task:
+    """A task with a small model whose batches, drawn for gradients, are counted in the file $ADP2SGD_TEST_DRAWS."""
+    stream = torch.Generator().manual_seed(0)
+    inputs = torch.randn(records, 4, generator=stream)
+    whole = Records(inputs, (inputs[:, 0] > 0).long())
+
+    def count(inputs: Tensor, _: Generator) -> Tensor:
+        file = os.open(os.environ[DRAWS], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, b".")
+        os.close(file)
+        return inputs
+
+    return Task(model=lambda: nn.Linear(4, 2), train=whole, test=whole, loss=cross_entropy, augment=count)
