@@ -67,6 +67,13 @@ WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
 }
 
 
+class CrossEntropy(nn.CrossEntropyLoss):
+    """For Opacus: the mean over the batch, and over the positions of sequences."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(outputs.transpose(1, 2) if outputs.dim() == 3 else outputs, targets)
+
+
 def plain(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
     model = FlatModel(module, options.device)
 
@@ -105,10 +112,10 @@ def opacus(mode: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]:
         made = PrivacyEngine().make_private(
             module=module, optimizer=torch.optim.SGD(module.parameters(), lr=1e-3), data_loader=loader,
             noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode,
-            criterion=nn.CrossEntropyLoss(),
+            criterion=CrossEntropy(),
         )  # fmt: skip
         private, optimizer = made[0], made[1]
-        loss = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
+        loss = made[2] if mode == "ghost" else CrossEntropy()
 
         def step() -> None:
             optimizer.zero_grad()

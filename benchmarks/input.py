@@ -50,7 +50,7 @@ def training(device: torch.device) -> Callable[[int], Tensor]:
 
     def work(step: int) -> Tensor:
         loss = torch.nn.functional.cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     return work

@@ -12,11 +12,13 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from adp2sgd.privacy.noise import NoiseSource
+from adp2sgd.privacy.noise import PIECE, NoiseSource
 
 
 def candidates(size: int) -> dict[str, Callable[[], object]]:
@@ -30,21 +32,18 @@ def candidates(size: int) -> dict[str, Callable[[], object]]:
         "torch.randn float32": lambda: torch.randn(size),
         "torch.randn float64": lambda: torch.randn(size, dtype=torch.float64),
         "numpy standard_normal float64": lambda: generator.standard_normal(size),
-        "AES-256-CTR keystream alone": lambda: source._words(size),
-        "ChaCha20 keystream alone": chacha20(size),
+        "AES-256-CTR keystream alone": keystream(Cipher(algorithms.AES(bytes(32)), modes.CTR(bytes(16))), size),
+        "ChaCha20 keystream alone": keystream(Cipher(algorithms.ChaCha20(bytes(32), bytes(16)), None), size),
     }
 
 
-def chacha20(size: int) -> Callable[[], object]:
-    """8 bytes per normal, as the keystream of `NoiseSource` gives."""
-    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-
-    cipher = Cipher(algorithms.ChaCha20(bytes(32), bytes(16)), None).encryptor()
-    zeros, out = bytes(1 << 19), bytearray((1 << 19) + 64)
+def keystream(cipher: Cipher[Any], size: int) -> Callable[[], object]:
+    """8 bytes per normal, in the pieces that `NoiseSource` takes."""
+    encryptor, zeros, out = cipher.encryptor(), bytes(8 * PIECE), bytearray(8 * PIECE + 64)
 
     def run() -> None:
-        for _ in range(0, 8 * size, len(zeros)):
-            cipher.update_into(zeros, out)
+        for _ in range(0, size, PIECE):
+            encryptor.update_into(zeros, out)
 
     return run
 

@@ -64,7 +64,7 @@ def measure(name: str, config: Config, seeds: int) -> Row:
 
 def mean_over_sites(run: Run) -> float:
     """Every hospital counts alike, however many patients it has."""
-    return statistics.mean(site["accuracy"] for site in run.sites.values())
+    return float(statistics.mean(site["accuracy"] for site in run.sites.values()))
 
 
 def markdown(rows: list[Row]) -> str:

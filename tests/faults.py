@@ -7,6 +7,7 @@ assert faults.fired == 1
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -22,7 +23,7 @@ from adp2sgd.data.records import Records
 from adp2sgd.engine.supervisor import Seat, Supervisor
 from adp2sgd.task import Task, cross_entropy
 
-DRAWS = "ADP2SGD_TEST_DRAWS"  # a file that grows by one byte with every batch that is drawn for a gradient
+DRAWS = "ADP2SGD_TEST_DRAWS"  # a named pipe that gets one byte for every batch that is drawn for a gradient
 
 
 @dataclass
@@ -124,14 +125,32 @@ def learner_processes() -> set[int]:
     return found
 
 
+class Draws:
+    """Counts the batches that `counted_blobs` handed out, in whatever process. A pipe, so that no disk can be full."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        self._count = 0
+
+    def count(self) -> int:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._count += len(os.read(self._pipe, 1 << 16))
+        return self._count
+
+    def close(self) -> None:
+        os.close(self._pipe)
+
+
 def counted_blobs(*, records: int = 400) -> Task:
-    """A task with a small model whose batches, drawn for gradients, are counted in the file $ADP2SGD_TEST_DRAWS."""
+    """A task with a small model whose batches, drawn for gradients, are told to the pipe $ADP2SGD_TEST_DRAWS."""
     stream = torch.Generator().manual_seed(0)
     inputs = torch.randn(records, 4, generator=stream)
     whole = Records(inputs, (inputs[:, 0] > 0).long())
 
     def count(inputs: Tensor, _: Generator) -> Tensor:
-        file = os.open(os.environ[DRAWS], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        file = os.open(os.environ[DRAWS], os.O_WRONLY)
         os.write(file, b".")
         os.close(file)
         return inputs

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from adp2sgd.errors import InterruptedRunError, RunError
 from adp2sgd.privacy import ledger
 from adp2sgd.record import Folder, Run
 from conftest import ROOT
-from faults import Faults, alive, learner_processes
+from faults import Draws, Faults, alive, learner_processes
 
 FALL = 0.95  # of the rate before the fault; measured on two loaded cores: 0.985 to 1.01
 SLEEPY = Config(
@@ -41,13 +43,14 @@ SLEEPY = Config(
 
 
 @pytest.fixture(autouse=True)
-def _counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Draws]:
     monkeypatch.setenv(vocabulary.DRAWS, str(tmp_path / "draws"))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    with closing(Draws(tmp_path / "draws")) as counter:
+        yield counter
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left() -> None:
+def _nothing_left() -> Iterator[None]:
     """Whatever a test does, no process and no shared memory outlives it."""
     before = learner_processes()
     yield
@@ -76,16 +79,14 @@ def assert_others_went_on(folder: Path, at: list[float], victims: set[int], lear
         assert after >= FALL * before, f"learner {learner}: {before:.2f} steps/s before, {after:.2f} after"
 
 
-def assert_ledgers_cover_draws(folder: Path, learners: int = 4) -> None:
+def assert_ledgers_cover(draws: Draws, folder: Path, learners: int = 4) -> None:
     counted = sum(
         sum(n for _, n in ledger.read(folder / f"learner-{k}/ledger.jsonl").spent().parts) for k in range(learners)
     )
-    drawn = (folder.parent / "draws").stat().st_size
-    assert drawn > 0
-    assert counted >= drawn
+    assert counted >= draws.count() > 0
 
 
-def test_a_killed_learner_slows_nobody_and_comes_back(tmp_path: Path) -> None:
+def test_a_killed_learner_slows_nobody_and_comes_back(tmp_path: Path, draws: Draws) -> None:
     faults = Faults().kill(learner=2, at_step=60)
     run = train(SLEEPY, tmp_path / "run", on_status=faults)
     assert faults.fired == 1
@@ -98,10 +99,10 @@ def test_a_killed_learner_slows_nobody_and_comes_back(tmp_path: Path) -> None:
     starts = {json.loads(line)["start"] for line in (tmp_path / "run/learner-2/events.jsonl").read_text().splitlines()}
     assert starts == {0, 1}
     assert_others_went_on(tmp_path / "run", faults.times, {2})
-    assert_ledgers_cover_draws(tmp_path / "run")
+    assert_ledgers_cover(draws, tmp_path / "run")
 
 
-def test_all_but_one_are_killed_at_random_moments(tmp_path: Path) -> None:
+def test_all_but_one_are_killed_at_random_moments(tmp_path: Path, draws: Draws) -> None:
     faults, draw = Faults(), random.Random(5)
     for learner in (0, 1, 3):
         faults.kill(learner=learner, at_step=draw.randint(60, 90))
@@ -110,10 +111,10 @@ def test_all_but_one_are_killed_at_random_moments(tmp_path: Path) -> None:
     assert [each.restarts for each in run.learners] == [1, 1, 0, 1]
     assert run.global_steps >= 800
     assert_others_went_on(tmp_path / "run", faults.times, {0, 1, 3})
-    assert_ledgers_cover_draws(tmp_path / "run")
+    assert_ledgers_cover(draws, tmp_path / "run")
 
 
-def test_a_stopped_learner_is_replaced_and_does_not_draw_when_it_wakes(tmp_path: Path) -> None:
+def test_a_stopped_learner_is_replaced_and_does_not_draw_when_it_wakes(tmp_path: Path, draws: Draws) -> None:
     faults = Faults().stop(learner=1, at_step=60, seconds=10.0)
     run = train(SLEEPY.replace(epochs=16), tmp_path / "run", on_status=faults)
     assert faults.fired == 1
@@ -121,10 +122,10 @@ def test_a_stopped_learner_is_replaced_and_does_not_draw_when_it_wakes(tmp_path:
     assert any("learner 1 did not report for 5 s and was killed" in note for note in run.notes)
     assert run.learners[1].restarts == 1
     assert_others_went_on(tmp_path / "run", faults.times, {1})
-    assert_ledgers_cover_draws(tmp_path / "run")
+    assert_ledgers_cover(draws, tmp_path / "run")
 
 
-def test_a_full_disk_stops_the_learners_training_but_not_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_learners_training_but_not_the_run(tmp_path: Path, draws: Draws) -> None:
     faults = Faults().fill_disk(learner=3, at_step=40)
     run = train(SLEEPY, tmp_path / "run", on_status=faults)
     assert faults.fired == 1
@@ -135,7 +136,7 @@ def test_a_full_disk_stops_the_learners_training_but_not_the_run(tmp_path: Path)
     assert run.learners[3].exchanges > run.learners[3].steps
     assert run.global_steps >= 800
     assert_others_went_on(tmp_path / "run", faults.times, {3})
-    assert_ledgers_cover_draws(tmp_path / "run")
+    assert_ledgers_cover(draws, tmp_path / "run")
 
 
 # ---------------------------------------------------------------- ends
@@ -205,22 +206,21 @@ def command(folder: Path, settings: Config) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(what: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 60
-    while not (what.exists() and what.stat().st_size):
+    while not holds():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 @pytest.mark.parametrize("end", ["once", "twice", "kill"])
-def test_ends_of_the_command(end: str, tmp_path: Path) -> None:
+def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws) -> None:
     """Ctrl-C ends cleanly, a second one at once, kill -9 of the supervisor leaves nobody behind (see the fixture)."""
     slow = SHORT.replace(speeds=Speeds(step_s=30.0 if end == "twice" else 0.05, pad=True), checkpoint_every=0.1)
     process = command(tmp_path, slow)
-    wait_for(tmp_path / "draws", process)
-    if end != "twice":
-        wait_for(tmp_path / "run/learner-1/checkpoint.safetensors", process)
+    checkpoint = tmp_path / "run/learner-1/checkpoint.safetensors"
+    wait_for(lambda: draws.count() > 0 and (end == "twice" or checkpoint.exists()), process)
     process.send_signal(signal.SIGKILL if end == "kill" else signal.SIGINT)
     if end == "twice":
         time.sleep(0.05)

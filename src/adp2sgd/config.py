@@ -139,6 +139,7 @@ class Privacy(Section):
     delta: float | None = None
     clip_norm: float = 1.0
     adjacency: str = "add-remove"
+    ledger: str | None = None  # a folder: sites' ledgers across runs; unset: each run keeps its own
     headroom: float = 1.25  # a learner's cap on steps = its planned steps × headroom, unless epsilon and noise fix it
 
     def __post_init__(self) -> None:

@@ -83,9 +83,10 @@ class Exchanger(threading.Thread):
         self._idle.wait(2 * self.deadline_s)
         return not self.exchange.lost
 
-    def spread(self) -> None:
-        """Tell the others the step counts, and the supervisor how things stand, because training has ended."""
-        self._news = True
+    def spread(self, *, everybody: bool) -> None:
+        """Tell the supervisor how things stand and the others the step counts, because training has ended."""
+        self._news = everybody
+        self._next_beat = 0.0
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
@@ -124,7 +125,6 @@ class Exchanger(threading.Thread):
         wanted, self._wanted = self._wanted, None
         if self._news:
             self._news = False
-            self._next_beat = 0.0
             self._tell_everybody()
         if wanted is None or self._closing or not self._outbox.free:
             return

@@ -38,17 +38,20 @@ def train(
     folder: str | Path | None = None,
     *,
     resume: bool = False,
+    exchange: bool = True,
     on_status: Callable[[Supervisor], None] | None = None,
     patience: Patience | None = None,
 ) -> Run:
     """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
 
-    `resume` goes on from the learners' last checkpoints, with their own ledgers and fresh noise.
+    `resume` goes on from the learners' last checkpoints, with their own ledgers and fresh noise. Without `exchange`
+    the learners never meet: what benchmarks compare with.
     """
     require_linux()
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch:
-            return replace(train(config, Path(scratch) / "run", on_status=on_status, patience=patience), folder=None)
+            run = train(config, Path(scratch) / "run", exchange=exchange, on_status=on_status, patience=patience)
+            return replace(run, folder=None)
     home = Folder.open(folder) if resume else Folder.create(folder, config)
     kept = _read_session(home) if resume else {}
     with closing(Nursery()) as nursery:
@@ -60,6 +63,7 @@ def train(
             mode="resume" if resume else "fresh",
             seats=[_again(Seat(**seat)) for seat in kept.get("seats", ())],
             elapsed_s=kept.get("seconds", 0.0),
+            exchange=exchange,
             plans=_plan(setup, home),
             patience=patience,
             on_status=on_status,
@@ -159,7 +163,7 @@ def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Acco
 
 
 def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: Account) -> LearnerResult:
-    setup, totals = supervisor.setup, seat.totals
+    setup, totals, steps = supervisor.setup, seat.totals, supervisor.steps(seat)
     state = supervisor.states.get(seat.learner)
     if state is None:
         saved = learner_checkpoint.load(home, seat.learner)
@@ -167,8 +171,8 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
     metrics = None if state is None else evaluate(setup.model, setup.task, state.to(setup.device))
     return LearnerResult(
         learner=seat.learner,
-        steps=totals["steps"],
-        share=totals["steps"] / max(1, supervisor.global_steps),
+        steps=steps,
+        share=steps / max(1, supervisor.global_steps),
         staleness_mean=totals["staleness_total"] / max(1, totals["steps"]),
         staleness_max=totals["staleness_max"],
         exchanges=totals["exchanges"],

@@ -92,6 +92,15 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, rows: Sequence[
         noise_multiplier=privacy.noise_multiplier,
         fitted=task.fitted,
     )
+    if privacy.ledger is None and config.seed is None:
+        warnings.append(
+            "the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"
+        )
+    if privacy.ledger is not None and (config.data.partition != "site" or config.seed is not None):
+        raise ConfigError(
+            f'privacy.ledger = "{privacy.ledger}" needs data.partition = "site" and no seed: only then do records stay '
+            "with their site, and noise is spent for good; remove it or change those"
+        )
     inputs = task.prepare(task.train.inputs[:2]).to(model.device)
     return warnings + checks.check_model(model.module, task.loss, inputs, task.train.targets[:2].to(model.device))
 
@@ -147,19 +156,29 @@ def _gradient_step(setup: Setup, budget: Budget | None) -> GradientStep:
 
 
 def open_budget(setup: Setup, number: int, folder: Path) -> Budget:
-    """The budget of learner `number`, with its ledger in `folder`."""
+    """The budget of learner `number`. Its ledger lies in the run's `folder`, or with the site's in `privacy.ledger`."""
     config = setup.config
+    path, site = folder / "ledger.jsonl", str(number)
+    if config.privacy.ledger is not None:
+        site = setup.task.train.site_names[number]
+        kept = Path(config.privacy.ledger).expanduser()
+        kept.mkdir(parents=True, exist_ok=True)
+        path = kept / f"{_slug(config.task)}-{_slug(site)}.jsonl"
     return Budget.open(
-        folder / "ledger.jsonl",
+        path,
         config.privacy,
         dataset=config.task,
-        site=str(number),
+        site=site,
         records=len(setup.shards[number]),
         batch_size=config.batch_size,
         planned_steps=math.ceil(setup.target_steps / config.learners),
         plan_path=folder / "plan.json",
         seeded=config.seed is not None,
     )
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in text)
 
 
 def explain_gradients(config: Config) -> list[choose.Row]:

@@ -28,7 +28,8 @@ from adp2sgd.engine.setup import Setup, finish, make_learner, prepare
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
 from adp2sgd.engine.threads import suited_threads
 from adp2sgd.errors import DivergedError, InterruptedRunError
-from adp2sgd.exchange.protocol import Exchange, Message
+from adp2sgd.exchange.protocol import Commit, Exchange, Message
+from adp2sgd.learner import Learner
 from adp2sgd.record import Folder, LearnerResult, Point, Run
 
 WATCH_EVERY = 32  # steps between looks at the gradient norms, so that a GPU is not made to wait at each
@@ -94,9 +95,13 @@ class Simulation:
         self.heap: list[tuple[float, int, Event]] = []
         self.curve: list[Point] = []
         learners = [make_learner(setup, k, folder.learner(k)) for k in range(setup.config.learners)]
-        self.members = [Member(learner, Exchange(learner)) for learner in learners]
+        self.members = [Member(learner, self._exchange_of(learner)) for learner in learners]
         self._on_status = on_status
         self._watch = Watch()
+        self._spare: list[Tensor] = []  # snapshots of exchanges that are over: fresh memory costs more than the copy
+
+    def _exchange_of(self, learner: Learner) -> Exchange:
+        return Exchange(learner, snapshot=lambda: learner.snapshot(self._spare.pop() if self._spare else None))
 
     def start(self) -> None:
         """Everything that happens at time 0."""
@@ -299,7 +304,11 @@ class Asynchronous(Simulation):
             self._deliver(message)  # a free network: the exchange is over before the learner descends
 
     def _deliver(self, message: Message) -> None:
-        reply = self.members[message.receiver].exchange.receive(message)
+        exchange = self.members[message.receiver].exchange
+        answered = exchange.current
+        reply = exchange.receive(message)
+        if isinstance(message, Commit) and answered is not None:
+            self._spare += [m.snapshot for m in (message, answered) if m.snapshot is not None]  # read by both sides
         if reply is not None:
             self._send(reply)
 

@@ -22,6 +22,7 @@ from adp2sgd.engine.setup import Setup
 from adp2sgd.errors import DivergedError, PrivacyError, RunError
 from adp2sgd.exchange.shared import Layout, Memory, Post
 from adp2sgd.privacy.budget import Plan
+from adp2sgd.progress import Key
 from adp2sgd.record import Folder
 
 TICK_S = 0.05
@@ -87,6 +88,7 @@ class Supervisor:
         mode: str = "fresh",
         seats: list[Seat] | None = None,
         elapsed_s: float = 0.0,
+        exchange: bool = True,
         plans: Sequence[Plan] = (),
         patience: Patience | None = None,
         on_status: Callable[[Supervisor], None] | None = None,
@@ -102,10 +104,12 @@ class Supervisor:
         self._nursery = nursery
         self._mode = mode
         self._elapsed_s = elapsed_s
+        self._exchange = exchange
         self._on_status = on_status or (lambda _: None)
         self._going_at: float | None = None
         self._over_at: float | None = None
         self._quiet_since: float | None = None
+        self._counts: dict[Key, int] = {}  # everybody's steps, from the learners' last words
         self._token = secrets.token_hex(8)
         state = setup.model.weights.numel() + setup.model.buffers.numel()
         self._layout = Layout(state, setup.model.weights.dtype)
@@ -119,7 +123,13 @@ class Supervisor:
 
     @property
     def global_steps(self) -> int:
-        return sum(seat.totals["steps"] for seat in self.seats)
+        heard = [int(seat.status.get("total", 0)) for seat in self.seats]
+        return max(sum(map(self.steps, self.seats)), *heard)
+
+    def steps(self, seat: Seat) -> int:
+        """A learner's steps over all its starts: what it reported itself, or what the others heard of it, if more."""
+        heard = sum(steps for (learner, _), steps in self._counts.items() if learner == seat.learner)
+        return max(seat.totals["steps"], heard)
 
     def run(self) -> None:
         """Raises RunError if the run cannot go on; no process is left behind in any case."""
@@ -173,6 +183,8 @@ class Supervisor:
         seat.heard_at = time.monotonic()
         if seat.fate in {"starting", "restarting"} and status["state"] not in {"starting", "failed"}:
             seat.fate = "running"
+        for learner, start, steps, _ in status.pop("counts", ()):
+            self._counts[learner, start] = max(steps, self._counts.get((learner, start), 0))
         seat.status = {**seat.status, **status}
         if status["state"] == "failed":
             raise ERRORS.get(status["kind"], RunError)(status["error"])
@@ -239,6 +251,7 @@ class Supervisor:
             "folder": str(self.folder.path.absolute()),
             "seed": self.setup.seed,
             "mode": mode,
+            "exchange": self._exchange,
             "elapsed": self.seconds,
             "port": self._store.port if self._store is not None else None,
         }

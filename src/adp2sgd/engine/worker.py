@@ -55,7 +55,10 @@ class Worker:
         if len(self.learner.state) * self.config.batch_size < SMALL_STEP:
             torch.set_num_threads(1)
         self.post = post
-        self.exchanger = Exchanger(place, self.learner, post, target_steps=setup.target_steps, report=self.status)
+        self.target_steps = setup.target_steps
+        if not order["exchange"]:  # then nobody hears of the others' steps: each takes its share
+            self.target_steps = math.ceil(setup.target_steps / self.config.learners)
+        self.exchanger = Exchanger(place, self.learner, post, target_steps=self.target_steps, report=self.status)
         self.keeper = Keeper(setup, self.learner, folder, {"start": place.start, "seed": setup.seed})
         self.turns = 0
         self.staleness_total = self.staleness_max = 0
@@ -91,7 +94,8 @@ class Worker:
             raise error
         self.exchanger.leave()
         self.state = "ended"
-        last_words(self.post, self.status())
+        counts = [[*key, count.steps, int(count.stopped)] for key, count in self.learner.progress.counts().items()]
+        last_words(self.post, {**self.status(), "counts": counts})
 
     def exchange_before(self) -> None:
         """Whatever must be ready before the exchange thread starts."""
@@ -109,14 +113,14 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        if self.learner.progress.total >= self.setup.target_steps:
+        if self.learner.progress.total >= self.target_steps:
             self.exchanger.reached.set()
         return self.exchanger.reached.is_set() or self.exchanger.over.is_set()
 
     def stop(self) -> None:
         self.learner.progress.stop()
         self.state = "finished"
-        self.exchanger.spread()
+        self.exchanger.spread(everybody=self.order["exchange"])
 
     def _step(self) -> None:
         self.state = "training"
@@ -147,7 +151,7 @@ class Worker:
     def _exchange(self) -> None:
         stream = random.Random(f"{self.setup.seed}/partner/{self.place.learner}/{self.place.start}/{self.turns}")
         partner = self.setup.graph.draw_partner(self.place.learner, stream)
-        if partner is not None:
+        if partner is not None and self.order["exchange"]:
             self.exchanger.want(partner)
         self.turns += 1
 

@@ -29,9 +29,17 @@ def linear(record: Recording, input: Tensor, weight: Tensor, bias: Tensor | None
     return record.run(layers.LinearLayer(record.n, _plain(w), _plain_or_none(b), emit, emit_bias), x)
 
 
-def convolution(record: Recording, axes: int, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-    padding: Any = 0, dilation: Any = 1, groups: int = 1,
-) -> Tensor:  # fmt: skip
+def convolution(
+    record: Recording,
+    axes: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
     kernel, steps = tuple(weight.shape[2:]), _each(dilation, axes)
     x = input
     if input.dim() != axes + 2:
@@ -49,7 +57,7 @@ def convolution(record: Recording, axes: int, input: Tensor, weight: Tensor, bia
 
 
 def group_norm(
-    record,
+    record: Recording,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -64,9 +72,14 @@ def group_norm(
     return record.run(layer, x)
 
 
-def layer_norm(record: Recording, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
+def layer_norm(
+    record: Recording,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     emits = [record.emitter(weight), record.emitter(bias)]
     x = _full(input)
     if not any(emits):
@@ -76,9 +89,16 @@ def layer_norm(record: Recording, input: Tensor, normalized_shape: Any, weight: 
     return record.run(layer, x)
 
 
-def embedding(record: Recording, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
-    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> Tensor:  # fmt: skip
+def embedding(
+    record: Recording,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
     if max_norm is not None or scale_grad_by_freq:
         raise UnsupportedError("an embedding with max_norm or scale_grad_by_freq couples records")
     emit = record.emitter(weight)

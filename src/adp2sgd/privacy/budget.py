@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,12 @@ def plan(
         )
     assert privacy.delta is not None
     rate, cap = batch_size / records, math.ceil(planned_steps * privacy.headroom)
-    goal = {"delta": privacy.delta, "sample_rate": rate, "adjacency": privacy.adjacency, "before": before}
+    goal: dict[str, Any] = {
+        "delta": privacy.delta,
+        "sample_rate": rate,
+        "adjacency": privacy.adjacency,
+        "before": before,
+    }
     noise = privacy.noise_multiplier
     if noise is None:
         assert privacy.epsilon is not None
@@ -101,7 +106,7 @@ class Budget:
         ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
         try:
             if plan_path.exists():
-                fixed = _read_plan(plan_path)
+                fixed = _adjusted(_read_plan(plan_path), privacy, ledger.spent())
             else:
                 fixed = plan(
                     privacy,
@@ -178,6 +183,31 @@ class Budget:
         """Return what was reserved and not drawn. Figures stay available."""
         self._left += self._ledger.remaining
         self._ledger.close()
+
+
+def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
+    """The plan of a run that starts again, where other runs have spent on the same data set since its first start.
+
+    Steps of the same mechanism cannot be told from the run's own and count as such; others move the cap down.
+    """
+    own = fixed.mechanism
+    others = {mechanism: count for mechanism, count in spent.parts if mechanism != own}
+    known = {mechanism: count for mechanism, count in fixed.before.parts if mechanism != own}
+    if others == known:
+        return fixed
+    earlier = [(mechanism, count) for mechanism, count in fixed.before.parts if mechanism == own]
+    before, cap = Composed((*others.items(), *earlier)), fixed.max_steps
+    if privacy.epsilon is not None:
+        room = steps_for(
+            epsilon=privacy.epsilon,
+            delta=fixed.delta,
+            sample_rate=own.sample_rate,
+            noise_multiplier=own.noise_multiplier,
+            adjacency=fixed.adjacency,
+            before=before,
+        )
+        cap = min(cap, room)
+    return replace(fixed, before=before, max_steps=cap)
 
 
 def _write_plan(path: Path, fixed: Plan) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import secrets
+from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
@@ -14,7 +16,7 @@ from torch import Generator, Tensor
 
 from adp2sgd.errors import PrivacyError, RunError
 
-PIECE = 1 << 16  # words per pass on a CPU: fits in the cache and feeds two threads (benchmarks/noise.py)
+PIECE = 1 << 16  # words per pass on a CPU: its temporaries stay in the cache (benchmarks/noise.py)
 DEVICE_PIECE = 1 << 22  # likewise on a GPU: 32 MiB per temporary
 GRID_BITS = 16
 SPARE = 16  # bytes: the cipher asks for room for one block more than it writes
@@ -77,8 +79,9 @@ class NoiseSource:
         """`size` independent N(0, 1) in float64. On a CPU they reach 9.49 σ, on a GPU about 8.5 σ."""
         out = torch.empty(size, dtype=torch.float64, device=device)
         scratch = _Scratch(out)
-        for part in out.split(scratch.piece):
-            self._fill(part, scratch)
+        with _one_thread():
+            for part in out.split(scratch.piece):
+                self._fill(part, scratch)
         return out
 
     @torch.no_grad()
@@ -96,10 +99,11 @@ class NoiseSource:
             )
         grid = math.ldexp(1.0, math.frexp(scale)[1] - 1 - GRID_BITS)
         scratch = _Scratch(vector)
-        for part in vector.split(scratch.piece):
-            noisy, exact = scratch.noisy[: len(part)], scratch.exact[: len(part)].copy_(part)
-            self._fill(noisy, scratch)
-            part.copy_(noisy.mul_(scale / grid).add_(exact, alpha=1 / grid).round_().mul_(grid))
+        with _one_thread():
+            for part in vector.split(scratch.piece):
+                noisy, exact = scratch.noisy[: len(part)], scratch.exact[: len(part)].copy_(part)
+                self._fill(noisy, scratch)
+                part.copy_(noisy.mul_(scale / grid).add_(exact, alpha=1 / grid).round_().mul_(grid))
 
     def bernoulli(self, n: int, rate: float) -> Tensor:
         """The indices of a Poisson batch: each of 0 … n-1 on its own with probability `rate`, to within 2^-64."""
@@ -163,6 +167,17 @@ class NoiseSource:
 
     def __repr__(self) -> str:
         return f"NoiseSource({self.name})"
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Two threads gain nothing on pieces this small, and cost tenfold where the cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Scratch:

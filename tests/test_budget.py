@@ -1,0 +1,189 @@
+"""Caps, ledgers and plans: what a learner may draw, over all starts and all runs on its data set."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adp2sgd.config import Config, Data, Optimizer, Privacy
+from adp2sgd.engine import simulate
+from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
+from adp2sgd.privacy import ledger
+from adp2sgd.privacy.accountant import epsilon
+from adp2sgd.privacy.budget import Budget, plan
+from adp2sgd.privacy.mechanism import Composed, SampledGaussian
+
+EIGHT = Privacy(mode="private", epsilon=8.0, noise_multiplier=2.0, delta=1e-5)
+
+
+def budget(folder: Path, privacy: Privacy = EIGHT, *, run: str = "run", planned: int = 100) -> Budget:
+    (folder / run).mkdir(exist_ok=True)
+    return Budget.open(
+        folder / "ledger.jsonl",
+        privacy,
+        dataset="heart",
+        site="cleveland",
+        records=1000,
+        batch_size=100,
+        planned_steps=planned,
+        plan_path=folder / run / "plan.json",
+        seeded=False,
+    )
+
+
+def counted(folder: Path) -> int:
+    return sum(dict(ledger.read(folder / "ledger.jsonl").spent().parts).values())
+
+
+def test_the_three_ways_to_fix_a_cap() -> None:
+    size = {"records": 1000, "batch_size": 100, "planned_steps": 200}
+    both = plan(EIGHT, **size)
+    assert both.spent_after(both.max_steps).epsilon <= 8 < both.spent_after(both.max_steps + 1).epsilon
+    target = plan(Privacy(mode="private", epsilon=3.0, delta=1e-5, headroom=1.5), **size)
+    assert target.max_steps == 300
+    assert 2.99 < target.spent_after(300).epsilon <= 3.0
+    noise = plan(Privacy(mode="private", noise_multiplier=1.5, delta=1e-5, headroom=1.0), **size)
+    assert (noise.max_steps, noise.mechanism) == (200, SampledGaussian(1.5, 0.1))
+
+
+def test_impossible_plans_are_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_size = 200 exceeds"):
+        plan(EIGHT, records=100, batch_size=200, planned_steps=10)
+    tiny = Privacy(mode="private", epsilon=0.001, noise_multiplier=0.5, delta=1e-5)
+    with pytest.raises(PrivacyError, match="allows no step"):
+        plan(tiny, records=1000, batch_size=100, planned_steps=10)
+
+
+def test_the_cap_holds_over_all_starts_of_a_run(tmp_path: Path) -> None:
+    drawn = 0
+    for start in range(100):
+        own = budget(tmp_path)
+        cap = own.plan.max_steps
+        for _ in range(37 + start):
+            if own.exhausted:
+                break
+            own.draw()
+            drawn += 1
+        if start % 2:
+            own.close()
+        else:
+            own._ledger._forget()  # as if the process had been killed: what is reserved stays spent
+        assert drawn <= counted(tmp_path) <= cap
+        if own.exhausted:
+            break
+    with pytest.raises(PrivacyError, match="spent"):
+        budget(tmp_path).draw()
+    assert drawn > 0.5 * cap
+
+
+def test_kill_9_costs_the_whole_block(tmp_path: Path) -> None:
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_budget import budget
+own = budget(Path({str(tmp_path)!r}))
+for _ in range(40):
+    own.draw()
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=120)
+    assert done.returncode == -9
+    assert counted(tmp_path) == 64  # two blocks of 32
+    again = budget(tmp_path)
+    assert again.steps == 64
+    again.draw()
+    again.close()
+    assert counted(tmp_path) == 65
+
+
+def test_a_second_run_starts_from_what_the_first_one_spent(tmp_path: Path) -> None:
+    first = budget(tmp_path, run="first")
+    for _ in range(200):
+        first.draw()
+    first.close()
+    second = budget(tmp_path, run="second")
+    assert second.plan.before == Composed(((first.plan.mechanism, 200),))
+    assert second.plan.max_steps == first.plan.max_steps - 200
+    assert second.guarantee().epsilon <= 8
+    second.close()
+    other = budget(tmp_path, Privacy(mode="private", epsilon=8.0, delta=1e-5), run="third")
+    assert (
+        other.plan.mechanism.noise_multiplier
+        > plan(
+            Privacy(mode="private", epsilon=8.0, delta=1e-5), records=1000, batch_size=100, planned_steps=100
+        ).mechanism.noise_multiplier
+    )
+    assert 7.9 < other.guarantee().epsilon <= 8
+
+
+def test_a_run_that_resumes_after_another_one_counts_that_too(tmp_path: Path) -> None:
+    first = budget(tmp_path, run="first")
+    first.draw()
+    first.close()
+    between = budget(tmp_path, Privacy(mode="private", epsilon=8.0, noise_multiplier=1.0, delta=1e-5), run="between")
+    for _ in range(50):
+        between.draw()
+    between.close()
+    again = budget(tmp_path, run="first")
+    assert again.plan.max_steps < first.plan.max_steps
+    while not again.exhausted:
+        again.draw()
+    again.close()
+    assert epsilon(ledger.read(tmp_path / "ledger.jsonl").spent(), 1, 1e-5).epsilon <= 8
+
+
+def test_a_full_disk_ends_drawing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = budget(tmp_path)
+
+    def full(*_: object) -> None:
+        raise LedgerError("the ledger cannot be written (No space left on device); free disk space")
+
+    monkeypatch.setattr(ledger.Ledger, "_append", full)
+    with pytest.raises(LedgerError, match="No space"):
+        own.draw()
+    assert own.exhausted
+    assert own.failure is not None
+    assert counted(tmp_path) == 0
+
+
+SITES = """
+import torch
+from torch import nn
+import adp2sgd
+
+def two_hospitals():
+    stream = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(400, 4, generator=stream), torch.randint(2, (400,), generator=stream)
+    data = adp2sgd.Records(inputs, targets, torch.arange(400) % 2, ("north", "south"))
+    return adp2sgd.Task(model=lambda: nn.Linear(4, 2), train=data, test=data)
+"""
+
+
+def test_a_sites_ledger_lasts_over_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adp2sgd_sites.py").write_text(SITES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = Config(
+        task="adp2sgd_sites:two_hospitals",
+        learners=2,
+        epochs=2,
+        batch_size=20,
+        device="cpu",
+        data=Data(partition="site"),
+        optimizer=Optimizer(lr=0.1),
+        privacy=Privacy(
+            mode="private", epsilon=2.0, noise_multiplier=3.0, delta=1e-4, ledger=str(tmp_path / "ledgers")
+        ),
+    )
+    first, second = simulate(settings), simulate(settings)
+    assert second.learners[0].epsilon_spent > first.learners[0].epsilon_spent
+    assert second.learners[0].max_steps == first.learners[0].max_steps - first.learners[0].steps
+    assert sorted(path.name for path in (tmp_path / "ledgers").iterdir()) == [
+        "adp2sgd-sites-two-hospitals-north.jsonl",
+        "adp2sgd-sites-two-hospitals-south.jsonl",
+    ]
+    with pytest.raises(ConfigError, match=r"privacy\.ledger"):
+        simulate(settings.replace(seed=1))

@@ -1,0 +1,262 @@
+"""The local engine without faults: real processes that sleep instead of computing, beside the simulator."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from adp2sgd.config import Config, Optimizer, Privacy, Speeds, Topology
+from adp2sgd.engine import simulate
+from adp2sgd.engine.exchanger import Exchanger, Place
+from adp2sgd.engine.liveview import _Lines, row
+from adp2sgd.engine.local import train
+from adp2sgd.errors import ConfigError, DivergedError
+from adp2sgd.exchange.protocol import MESSAGES
+from adp2sgd.exchange.shared import SLOTS, Inbox, Layout, Memory, Outbox, Post, decode, encode
+from adp2sgd.progress import Count
+from adp2sgd.record import Folder, read_result
+from adp2sgd.task import resolve
+from conftest import adp2sgd, make_learner
+
+SLEEPY = Config(
+    task="quadratic",
+    learners=4,
+    epochs=12,
+    batch_size=8,
+    seed=1,
+    device="cpu",
+    checkpoint_every=0,
+    evaluate_every=100,
+    options={"records": 200, "dimension": 3},
+    optimizer=Optimizer(lr=0.05),
+    speeds=Speeds(kind="one-slow", factor=10.0, step_s=0.05, pad=True),
+)
+
+
+# ---------------------------------------------------------------- the carrier
+
+
+def test_messages_survive_the_wire() -> None:
+    progress = {(0, 0): Count(5), (3, 70_000): Count(2**40, True)}
+    for kind in MESSAGES.values():
+        sent = kind(sender=3, receiver=1, initiator=3, number=2**33 + 7, progress=progress)
+        found = decode(encode(sent, 2, 9))
+        assert type(found.message) is kind
+        assert (found.message.sender, found.message.number, found.slot, found.sequence) == (3, 2**33 + 7, 2, 9)
+        assert found.message.progress == progress
+    assert decode(b'{"do": "go"}').message is None
+
+
+def test_a_slot_is_used_again_only_when_released_or_overdue_and_late_readers_notice() -> None:
+    learner = make_learner(0)
+    layout = Layout(3, torch.float64)
+    descriptors = [layout.create(k) for k in range(2)]
+    outbox = Outbox(Memory(descriptors[0], layout), learner, patience_s=60.0)
+    inbox = Inbox(descriptors, layout, torch.device("cpu"))
+    for _ in range(SLOTS):
+        outbox.take()
+    assert outbox.free == []
+    inbox.memory(0).release(1, inbox.memory(0).sequence(1))
+    assert outbox.free == [1]
+    hello = MESSAGES["Answer"](sender=0, receiver=1, initiator=1, number=1)
+    message = inbox.open(hello, 2, 1)
+    assert message is not None
+    assert message.intact is not None
+    assert message.intact()
+    outbox.take()
+    assert outbox.slot == 1
+    outbox._taken[2] = -1e9  # its reader was silent for too long
+    outbox.take()
+    assert outbox.slot == 2
+    assert not message.intact()
+    assert not make_learner(1).mix(torch.zeros(3, dtype=torch.float64), message.snapshot, message.intact)
+    assert inbox.open(hello, 2, 1) is None
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus() -> None:
+    """Four exchange threads with real sockets and shared memory; models of several blocks; nothing but exchanges."""
+    task, learners = resolve("quadratic", {"records": 8, "dimension": 300_000}), 4
+    members = [make_learner(k, task) for k in range(learners)]
+    for k, learner in enumerate(members):
+        learner.state.normal_(generator=torch.Generator().manual_seed(k))
+    before = sum(learner.state.clone() for learner in members)
+    spread = float(torch.stack([learner.state for learner in members]).var(dim=0).mean())
+    layout, token = Layout(300_000, torch.float64), os.urandom(4).hex()
+    descriptors = [layout.create(k) for k in range(learners)]
+    posts = [Post(token, str(k)) for k in range(learners)]
+    threads = [
+        Exchanger(
+            Place(learner=k, start=0, token=token, descriptors=descriptors),
+            members[k],
+            posts[k],
+            target_steps=10**9,
+            report=dict,
+        )
+        for k in range(learners)
+    ]
+    for thread in threads:
+        thread.start()
+    for turn in range(40):
+        for k, thread in enumerate(threads):
+            thread.want((k + 1 + turn % (learners - 1)) % learners)
+        time.sleep(0.02)
+    for thread in threads:
+        thread.close()
+    tallies = [thread.exchange.tally for thread in threads]
+    assert sum(tally.completed for tally in tallies) > 40
+    assert sum(tally.completed for tally in tallies) % 2 == 0
+    assert not any(tally.halves or tally.unconfirmed for tally in tallies)
+    assert torch.allclose(sum(learner.state for learner in members), before, rtol=0, atol=1e-9)
+    assert float(torch.stack([learner.state for learner in members]).var(dim=0).mean()) < 0.1 * spread
+    for post, descriptor in zip(posts, descriptors, strict=True):
+        post.close()
+        os.close(descriptor)
+
+
+def test_training_goes_on_while_a_partner_is_silent() -> None:
+    """A partner whose queue takes messages and never answers: `want` returns at once, and the exchange expires."""
+    learner, token = make_learner(0), os.urandom(4).hex()
+    layout = Layout(3, torch.float64)
+    descriptors = [layout.create(k) for k in range(2)]
+    posts = [Post(token, str(k)) for k in range(2)]
+    place = Place(learner=0, start=0, token=token, descriptors=descriptors)
+    thread = Exchanger(place, learner, posts[0], target_steps=10**9, report=dict)
+    thread.deadline_s = 0.1
+    thread.start()
+    for _ in range(50):
+        thread.want(1)
+        learner.begin()
+        learner.update(learner.gradient())
+        time.sleep(0.01)
+    thread.close()
+    assert learner.steps == 50
+    assert 2 <= thread.exchange.tally.expired <= 6
+    assert threading.active_count() == 1
+    for post, descriptor in zip(posts, descriptors, strict=True):
+        post.close()
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_case_2_real_and_simulated_side_by_side(tmp_path: Path) -> None:
+    """One learner 10 times slower. Sleeping steps: ADPSGD reaches 90 % of the ideal speed-up over SYNC."""
+    ideal = (3 + 1 / 10) / (4 / 10)
+    rates = {}
+    for algorithm in ("sync", "adpsgd"):
+        run = train(SLEEPY.replace(algorithm=algorithm, epochs=2 if algorithm == "sync" else 12), tmp_path / algorithm)
+        rates[algorithm] = run.global_steps / run.seconds
+        assert run.clock == "real"
+        assert run.notes == ()
+    assert rates["adpsgd"] / rates["sync"] >= 0.9 * ideal
+    slow, *fast = run.learners
+    assert all(8 <= each.steps / slow.steps <= 12 for each in fast)
+    simulated = simulate(SLEEPY)
+    assert run.learners[0].staleness_mean == pytest.approx(simulated.learners[0].staleness_mean, rel=0.3)
+    assert read_result(tmp_path / "adpsgd") == run
+    assert run.overshoot <= 4
+
+
+@pytest.mark.parametrize("algorithm", ["adpsgd", "sync"])
+def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) -> None:
+    settings = Config(
+        algorithm=algorithm, learners=1, epochs=1, seed=4, device="cpu", optimizer=Optimizer(lr=0.1, momentum=0.9)
+    )
+    train(settings, tmp_path / "real")
+    simulate(settings, tmp_path / "simulated")  # which a test of its own compares with torch's SGD
+    name = "learner-0/checkpoint.safetensors"
+    real, _ = Folder.open(tmp_path / "real").load_tensors(name)
+    simulated, _ = Folder.open(tmp_path / "simulated").load_tensors(name)
+    assert torch.equal(real["weights"], simulated["weights"])
+    assert torch.equal(real["velocity"], simulated["velocity"])
+
+
+def test_spent_budgets_end_the_run_and_the_learners_go_on_averaging_until_then(tmp_path: Path) -> None:
+    settings = SLEEPY.replace(
+        learners=3,
+        epochs=100,
+        speeds=Speeds(step_s=0.02, pad=True),
+        privacy=Privacy(mode="private", noise_multiplier=3.0, epsilon=1.0, delta=1e-3),
+        options={"records": 60, "dimension": 3},
+        topology=Topology(partner="sender-receiver"),
+    )
+    seen: set[str] = set()
+    run = train(settings, tmp_path / "run", on_status=lambda s: seen.update(seat.state for seat in s.seats))
+    assert "averaging" in seen
+    assert run.global_steps < 750
+    for each in run.learners:
+        assert each.steps == each.max_steps
+        assert each.epsilon_spent == pytest.approx(each.epsilon)
+        assert each.epsilon <= 1.0
+    assert run.guarantee["epsilon"] <= 1.0
+
+
+def test_the_command_shows_plain_lines_and_prints_json(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(SLEEPY.replace(learners=2, epochs=2, speeds=Speeds(step_s=0.02, pad=True)).to_toml())
+    done = adp2sgd("train", "run.toml", "--out", "run", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["clock"] == "real"
+    assert "steps/s" in done.stderr
+    assert "2 training" in done.stderr or "2 finished" in done.stderr
+    events = [json.loads(line) for line in (tmp_path / "run/learner-1/events.jsonl").read_text().splitlines()]
+    assert events[-1]["step"] == json.loads(done.stdout)["learners"][1]["steps"]
+
+
+def test_the_live_view_names_every_learners_state() -> None:
+    said: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    lines = _Lines(lambda text, **_: said.append(text))
+
+    def watch(supervisor: object) -> None:
+        lines(supervisor)  # type: ignore[arg-type]
+        rows[:] = [row(seat) for seat in supervisor.seats]  # type: ignore[attr-defined]
+
+    train(
+        SLEEPY.replace(learners=2, epochs=2, speeds=Speeds(step_s=0.02, pad=True), evaluate_every=0.5), on_status=watch
+    )
+    assert any("2 training" in line and "steps/s" in line for line in said)
+    assert [cells[:2] for cells in rows] == [("0", "ended"), ("1", "ended")]
+    assert all(float(cells[7]) > 0 for cells in rows)  # loss on held-out records
+
+
+def test_errors_come_in_one_line_and_leave_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match=r"learner \d diverged at its step \d+"):
+        train(SLEEPY.replace(speeds=Speeds(), optimizer=Optimizer(lr=1e100)), tmp_path / "diverged")
+    with pytest.raises(ConfigError, match="unknown"):
+        train(SLEEPY.replace(task="nothing"), tmp_path / "unknown")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_digits_are_learned_as_well_as_in_the_simulator() -> None:
+    """Five seeds each; the mean accuracies differ by at most three standard errors (false alarms: below 1 in 100)."""
+    settings = Config(
+        learners=4, epochs=15, batch_size=16, device="cpu", checkpoint_every=0, optimizer=Optimizer(lr=0.2)
+    )
+    found = {
+        engine: [engine(settings.replace(seed=seed)).accuracy for seed in range(5)] for engine in (train, simulate)
+    }
+    real, simulated = found[train], found[simulate]
+    error = ((statistics.variance(real) + statistics.variance(simulated)) / 5) ** 0.5
+    assert abs(statistics.mean(real) - statistics.mean(simulated)) <= 3 * max(error, 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("algorithm", ["adpsgd", "sync"])
+def test_learners_share_a_gpu(algorithm: str, tmp_path: Path) -> None:
+    settings = Config(algorithm=algorithm, learners=4, epochs=10, seed=0, device="cuda", optimizer=Optimizer(lr=0.2))
+    run = train(settings, tmp_path / "run")
+    assert run.accuracy is not None
+    assert run.accuracy > 0.85
+    assert run.notes == ()
