@@ -1,6 +1,6 @@
-"""Your own model and data: a function that returns a Task. Run it from this folder with
+"""Your own model and data: a function that returns a Task. From this folder:
 
-    adp2sgd simulate --set task=own_task:spirals --set options.turns=1.5 --set optimizer.lr=0.5
+adp2sgd simulate --set task=own_task:disc --set options.radius=1.0 --set optimizer.lr=0.5
 """
 
 from __future__ import annotations
@@ -11,25 +11,21 @@ from torch import Tensor, nn
 from adp2sgd import Records, Task
 
 
-def points(count: int, turns: float, seed: int) -> Records:
-    """Two interleaved spirals, label 0 and 1. Here you would read your files; a row is one record."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(2, (count,), generator=generator)
-    radius = torch.rand(count, generator=generator)
-    angle = 2 * torch.pi * turns * radius + torch.pi * labels
-    inputs = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
-    return Records(inputs, labels)
+def points(count: int, radius: float, seed: int) -> Records:
+    """Points in the plane, labelled by whether they lie in a disc. Here you would read your files, a row per record."""
+    inputs = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
+    return Records(inputs, (inputs.norm(dim=1) < radius).long())
 
 
-def features(inputs: Tensor) -> Tensor:
-    """What the model reads. Under privacy: each record on its own, with constants that are public."""
-    return torch.cat([inputs.cos().mul(3), inputs.mul(3).sin(), inputs.mul(3)], dim=1)
+def scaled(inputs: Tensor) -> Tensor:
+    """A batch as the model reads it. Under privacy: each record on its own, by constants that are public."""
+    return inputs.clamp(-3, 3)
 
 
-def spirals(*, turns: float = 1.0, hidden: int = 64) -> Task:
+def disc(*, radius: float = 1.2, hidden: int = 32) -> Task:
     return Task(
-        model=lambda: nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 2)),
-        train=points(2000, turns, seed=0),
-        test=points(500, turns, seed=1),
-        prepare=features,
+        model=lambda: nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, 2)),
+        train=points(2000, radius, seed=0),
+        test=points(500, radius, seed=1),
+        prepare=scaled,
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,11 +22,32 @@ from adp2sgd.progress import Progress
 from adp2sgd.task import Task, resolve
 
 ROOT = Path(__file__).parents[1]
+REAL_DATA = ROOT.parent / "shared" / "data"
+FOLDERS = {"cifar10": "cifar-10-batches-bin", "speech": "speech", "heart": "heart_disease"}
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)  # the tests' models are small, and the cores are shared
+
+
+@pytest.fixture(scope="session")
+def real_data(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """name → the folder that holds the real data set, unpacked once; the test is skipped where it is not at hand."""
+    given = os.environ.get("ADP2SGD_DATA")
+
+    @cache
+    def folder(name: str) -> Path:
+        if given and (Path(given) / FOLDERS[name]).is_dir():
+            return Path(given)
+        if not (REAL_DATA / "unpack.py").is_file():
+            pytest.skip("the real data is not at hand")
+        root = tmp_path_factory.mktemp(name)
+        unpack = [sys.executable, REAL_DATA / "unpack.py", name, root]
+        subprocess.run(unpack, check=True, stdout=subprocess.DEVNULL)
+        return root
+
+    return folder
 
 
 @pytest.fixture

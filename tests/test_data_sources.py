@@ -9,11 +9,9 @@ import io
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -72,17 +70,6 @@ def served(root: Path) -> Iterator[str]:
 
 def md5(content: bytes) -> str:
     return hashlib.md5(content).hexdigest()
-
-
-@pytest.fixture(scope="session")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real CIFAR-10 and speech data."""
-    if not (SHARED / "unpack.py").is_file():
-        pytest.skip("the real data is not at hand")
-    root = tmp_path_factory.mktemp("data")
-    for name in ("cifar10", "speech"):
-        subprocess.run([sys.executable, SHARED / "unpack.py", name, root], check=True, stdout=subprocess.DEVNULL)
-    return root
 
 
 # --- where data lives ---------------------------------------------------------------------------------------------
@@ -273,8 +260,8 @@ def test_cifar10_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert kept == sorted(cifar10.MD5[cifar10.BINARY])
 
 
-def test_real_cifar10(unpacked: Path) -> None:
-    source = cifar10.load(unpacked)
+def test_real_cifar10(real_data: Callable[[str], Path]) -> None:
+    source = cifar10.load(real_data("cifar10"))
     assert source.train.inputs.shape == (50_000, 3, 32, 32)
     assert source.test.inputs.shape == (10_000, 3, 32, 32)
     assert source.train.targets.bincount().tolist() == [5000] * 10
@@ -537,8 +524,8 @@ def test_kaldi_never_runs_pickles_from_an_archive(tmp_path: Path) -> None:
     assert not (tmp_path / "was here").exists()
 
 
-def test_real_speech(unpacked: Path) -> None:
-    source = kaldi.load(unpacked, classes=320)
+def test_real_speech(real_data: Callable[[str], Path]) -> None:
+    source = kaldi.load(real_data("speech"), classes=320)
     assert source.train.inputs.shape == (29_646, 21, 120)
     assert source.test.inputs.shape == (7_608, 21, 120)
     assert source.train.targets.shape == (29_646, 21)

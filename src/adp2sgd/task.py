@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -129,6 +129,7 @@ FAMILIES = {
 
 def from_files(
     name: str,
+    /,
     *,
     model: str | None = None,
     only: str | None = None,
@@ -142,23 +143,14 @@ def from_files(
     held-out records, evenly spread over the files; `augment` crops and mirrors training images.
     """
     family = FAMILIES[name]
-    known = inspect.signature(family.load).parameters
-    own = {**family.given, **{key: value for key, value in options.items() if key in known}}
-    for key, parameter in known.items():
-        if parameter.default is parameter.empty and key not in own:
-            raise ConfigError(f'task = "{name}" needs options.{key}; set {key} under [options]')
-    source = family.load(**_converted(family.load, own))
+    model = model or family.models[0]
+    _check_model(name, model, family.models)
+    taken = inspect.signature(family.load).parameters.keys() & options.keys()
+    source = _load(name, family, {key: options.pop(key) for key in taken})
     if augment and source.train.inputs.dim() != 4:
         raise ConfigError(f'options.augment = true is for images, and task = "{name}" has none; remove it')
-    model, shapes = model or family.models[0], {each: _shape(each, source) for each in family.models}
-    height, width = source.train.inputs.shape[-2:] if source.train.inputs.dim() == 4 else (0, 0)
-    if height != width and "size" in shapes.get(model, ()):
-        raise ConfigError(
-            f"{model} reads square images, not {height} × {width}; set options.size = [{height}, {height}]"
-        )
-    model_options = {key: value for key, value in options.items() if key not in known}
     return Task(
-        model=_builder(name, model, shapes, model_options),
+        model=_builder(name, model, {model: _shape(model, source)}, options),
         train=_spread(source.train if only is None else _one_site(source.train, only), limit),
         test=_spread(source.test, limit),
         prepare=source.prepare,
@@ -167,13 +159,25 @@ def from_files(
     )
 
 
+def _load(name: str, family: Family, options: Mapping[str, Any]) -> Source:
+    arguments = {**family.given, **options}
+    for key, parameter in inspect.signature(family.load).parameters.items():
+        if parameter.default is parameter.empty and key not in arguments:
+            raise ConfigError(f'task = "{name}" needs options.{key}; set {key} under [options]')
+    return family.load(**_converted(family.load, arguments))
+
+
 def _shape(model: str, source: Source) -> dict[str, int]:
     """Those of the model's arguments that the data fixes."""
     shape = source.train.inputs.shape[1:]  # [features], [frames, features] or [channels, height, width]
     fixed = {"classes": source.classes, "inputs": shape[-1] if len(shape) == 2 else shape.numel()}
     if len(shape) == 3:
-        fixed |= {"channels": shape[0], "size": shape[-1]}
-    return {key: value for key, value in fixed.items() if key in inspect.signature(models.MODELS[model]).parameters}
+        fixed |= {"channels": shape[0], "size": shape[1]}
+    known = inspect.signature(models.MODELS[model]).parameters
+    if len(shape) == 3 and "size" in known and shape[1] != shape[2]:
+        fix = f"set options.size = [{shape[1]}, {shape[1]}]"
+        raise ConfigError(f"{model} reads square images, not {shape[1]} × {shape[2]}; {fix}")
+    return {key: value for key, value in fixed.items() if key in known}
 
 
 def _one_site(records: Records, site: str) -> Records:
@@ -244,15 +248,20 @@ def _check_options(name: str, function: Callable[..., Task], arguments: Mapping[
 def _converted(function: Callable[..., object], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments in the types that the function declares (TOML has lists, but no tuples); wrong ones are refused."""
     hints = typing.get_type_hints(getattr(function, "func", function))
-    return {k: _typed(hints[k], v, f"options.{k}") if k in hints else v for k, v in arguments.items()}
+    named = {p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD}
+    return {k: _typed(hints[k], v, f"options.{k}") if k in named else v for k, v in arguments.items()}
+
+
+def _check_model(family: str, model: str, known: Iterable[str]) -> None:
+    if model not in known:
+        raise ConfigError(f'task = "{family}/{model}": {family} has no such model; use one of: {", ".join(known)}')
 
 
 def _builder(
     family: str, model: str, shapes: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> Callable[[], nn.Module]:
     """A constructor for one of the models that suit the family; refuses unknown names and options at once."""
-    if model not in shapes:
-        raise ConfigError(f'task = "{family}/{model}": {family} has no such model; use one of: {", ".join(shapes)}')
+    _check_model(family, model, shapes)
     arguments = {**shapes[model], **options}
     with torch.device("meta"):
         models.build(model, **arguments)

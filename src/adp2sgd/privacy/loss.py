@@ -3,7 +3,8 @@
 Every answer is an upper bound, whatever the grid. The method is dp-accounting's, and the tests hold its answers and
 Opacus' against ours where they can be trusted. It is written out here for what dp-accounting 0.6 gets wrong within the
 range that we promise: a fixed grid (ε of .035 instead of .0044 at rate 1e-4, noise 50, 1e6 steps), and rounding in its
-tables and transforms that a million steps raise (9 % too little ε at rate 1e-4, noise 1, δ = 1e-12).
+tables and transforms that a million steps raise (9 % too little ε at rate 1e-4, noise 1, δ = 1e-12); see
+benchmarks/accountant.py.
 """
 
 from __future__ import annotations
