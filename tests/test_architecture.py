@@ -15,6 +15,7 @@ SOURCE = ROOT / "src" / "adp2sgd"
 LAYERS = {
     "errors": 0,
     "config": 1,
+    "device": 1,
     "flat": 1,
     "progress": 1,
     "privacy": 2,

@@ -19,15 +19,23 @@ from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 EIGHT = Privacy(mode="private", epsilon=8.0, noise_multiplier=2.0, delta=1e-5)
 
 
-def budget(folder: Path, privacy: Privacy = EIGHT, *, run: str = "run", planned: int = 100) -> Budget:
+def budget(
+    folder: Path,
+    privacy: Privacy = EIGHT,
+    *,
+    run: str = "run",
+    planned: int = 100,
+    records: int = 1000,
+    batch_size: int = 100,
+) -> Budget:
     (folder / run).mkdir(exist_ok=True)
     return Budget.open(
         folder / "ledger.jsonl",
         privacy,
         dataset="heart",
         site="cleveland",
-        records=1000,
-        batch_size=100,
+        records=records,
+        batch_size=batch_size,
         planned_steps=planned,
         plan_path=folder / run / "plan.json",
         seeded=False,
@@ -150,16 +158,58 @@ def test_a_full_disk_ends_drawing_and_says_so(tmp_path: Path, monkeypatch: pytes
     assert counted(tmp_path) == 0
 
 
+def test_what_was_taken_stays_reported_when_another_run_has_used_up_the_rest(tmp_path: Path) -> None:
+    first = budget(tmp_path, run="first")
+    for _ in range(100):
+        first.draw()
+    first.close()
+    between = budget(tmp_path, Privacy(mode="private", epsilon=8.0, noise_multiplier=1.0, delta=1e-5), run="between")
+    while not between.exhausted:
+        between.draw()
+    between.close()
+    again = budget(tmp_path, run="first")
+    assert again.steps == 100
+    while not again.exhausted:  # a step or two of less noise may still fit
+        again.draw()
+    again.close()
+    everything = epsilon(ledger.read(tmp_path / "ledger.jsonl").spent(), 1, 1e-5).epsilon
+    assert again.guarantee().epsilon == pytest.approx(everything)
+    assert 7.9 < everything <= 8
+    assert 100 <= again.steps <= 105
+
+
+def test_a_run_resumes_only_at_the_rate_that_it_was_planned_for(tmp_path: Path) -> None:
+    budget(tmp_path).close()
+    for records, batch_size in ((900, 100), (1000, 120)):
+        with pytest.raises(PrivacyError, match=r"planned at sample rate 0\.1"):
+            budget(tmp_path, records=records, batch_size=batch_size)
+    budget(tmp_path).close()
+
+
+def test_a_ledger_that_is_gone_is_missed(tmp_path: Path) -> None:
+    own = budget(tmp_path)
+    own.draw()
+    own.close()
+    (tmp_path / "ledger.jsonl").unlink()
+    with pytest.raises(LedgerError, match="is gone"):
+        budget(tmp_path)
+    (tmp_path / "run/plan.json").write_text("")
+    (tmp_path / "ledger.jsonl").touch()
+    with pytest.raises(LedgerError):
+        budget(tmp_path)
+
+
 SITES = """
 import torch
 from torch import nn
 import adp2sgd
 
-def two_hospitals():
+def two_hospitals(width=0):
     stream = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(400, 4, generator=stream), torch.randint(2, (400,), generator=stream)
-    data = adp2sgd.Records(inputs, targets, torch.arange(400) % 2, ("north", "south"))
-    return adp2sgd.Task(model=lambda: nn.Linear(4, 2), train=data, test=data)
+    data = adp2sgd.Records(inputs, targets, 1 + torch.arange(400) % 2, ("empty", "north", "south"))
+    model = nn.Linear(4, 2) if not width else nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+    return adp2sgd.Task(model=lambda: model, train=data, test=data)
 """
 
 
@@ -175,15 +225,22 @@ def test_a_sites_ledger_lasts_over_runs(tmp_path: Path, monkeypatch: pytest.Monk
         data=Data(partition="site"),
         optimizer=Optimizer(lr=0.1),
         privacy=Privacy(
-            mode="private", epsilon=2.0, noise_multiplier=3.0, delta=1e-4, ledger=str(tmp_path / "ledgers")
+            mode="private",
+            epsilon=2.0,
+            noise_multiplier=3.0,
+            delta=1e-4,
+            ledger=str(tmp_path / "ledgers"),
+            dataset="two hospitals",
         ),
     )
-    first, second = simulate(settings), simulate(settings)
+    first, second = simulate(settings), simulate(settings.replace(options={"width": 3}))  # another model, the same data
     assert second.learners[0].epsilon_spent > first.learners[0].epsilon_spent
     assert second.learners[0].max_steps == first.learners[0].max_steps - first.learners[0].steps
     assert sorted(path.name for path in (tmp_path / "ledgers").iterdir()) == [
-        "adp2sgd-sites-two-hospitals-north.jsonl",
-        "adp2sgd-sites-two-hospitals-south.jsonl",
+        "two-hospitals-north.jsonl",
+        "two-hospitals-south.jsonl",
     ]
     with pytest.raises(ConfigError, match=r"privacy\.ledger"):
         simulate(settings.replace(seed=1))
+    with pytest.raises(ConfigError, match=r"privacy\.dataset"):
+        simulate(settings.replace(privacy=settings.privacy.replace(dataset=None)))

@@ -221,7 +221,8 @@ def clipped_total(records: Records, prepare: Callable[[Tensor], Tensor], classes
 
 Patient = st.tuples(
     st.integers(20, 90), st.integers(0, 1), st.integers(1, 4), st.integers(60, 300) | st.none(), st.integers(0, 600),
-    st.integers(0, 1), st.integers(0, 2), st.integers(50, 220), st.integers(0, 1), st.integers(-30, 90).map(lambda x: x / 10),
+    st.integers(0, 1), st.integers(0, 2), st.integers(50, 220), st.integers(0, 1),
+    st.integers(-30, 90).map(lambda x: x / 10),
     st.integers(1, 3), st.integers(0, 3) | st.none(), st.sampled_from([3, 6, 7]) | st.none(), st.integers(0, 4),
 )  # fmt: skip
 
@@ -408,6 +409,9 @@ def test_kill_9_in_the_middle_of_a_block_never_hides_a_draw(seed: int | None, tm
         ({"task": "adp2sgd_test_tasks:batchnorm"}, "BatchNorm"),
         ({"task": "adp2sgd_test_tasks:coupled_loss"}, "record"),
         ({"task": "adp2sgd_test_tasks:fitted"}, "standardization"),
+        ({"task": "adp2sgd_test_tasks:standardized_batches"}, "prepare mixes"),
+        ({"task": "adp2sgd_test_tasks:no_empty_batches"}, "prepare fails on 0"),
+        ({"task": "adp2sgd_test_tasks:mixup"}, "augment mixes"),
         ({"privacy": replace(PRIVATE.privacy, delta=1 / 200)}, "delta"),
         ({"batch_size": 300}, "batch_size = 300"),
         ({"privacy": replace(PRIVATE.privacy, epsilon=1e-9)}, "epsilon"),
@@ -443,9 +447,37 @@ def coupled_loss():
     loss = lambda outputs, targets: cross_entropy(outputs - outputs.mean(0), targets)
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, loss=loss)
 
+def standardized_batches():
+    prepare = lambda x: x - x.mean(0)
+    return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, prepare=prepare)
+
+def no_empty_batches():
+    prepare = lambda x: x - 0 * x[0, 0]
+    return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, prepare=prepare)
+
+def mixup():
+    augment = lambda x, generator: x + 0.1 * x[torch.randperm(len(x), generator=generator)]
+    return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, augment=augment)
+
 def fitted():
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, fitted="standardization of x")
 """
+
+
+def test_gradients_are_taken_in_training_mode_also_after_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    step = PrivateStep.__call__
+
+    def watch(self: PrivateStep, model: FlatModel, *rest: object) -> object:
+        model.module.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+        return step(self, model, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PrivateStep, "__call__", watch)
+    run = simulate(PRIVATE.replace(evaluate_every=0.2, epochs=1))
+    assert len(run.curve) > 3
+    assert modes.count(True) > len(run.curve)
+    before_evaluations = [i for i, training in enumerate(modes) if not training]
+    assert any(training for training in modes[before_evaluations[0] :])
 
 
 def test_digits_learn_privately() -> None:

@@ -22,6 +22,7 @@ PARTNERS = ("neighbour", "sender-receiver")
 PARTITIONS = ("iid", "dirichlet", "site")
 MODES = ("private", "paper", "none")
 ADJACENCIES = ("add-remove", "replace-one")
+PRECISIONS = ("float32", "bfloat16")
 SPEEDS = ("constant", "one-slow", "random-slow", "log-normal", "list")
 
 
@@ -140,6 +141,7 @@ class Privacy(Section):
     clip_norm: float = 1.0
     adjacency: str = "add-remove"
     ledger: str | None = None  # a folder: sites' ledgers across runs; unset: each run keeps its own
+    dataset: str | None = None  # the data's name in that ledger; unset: the task's family, as in "heart"
     headroom: float = 1.25  # a learner's cap on steps = its planned steps × headroom, unless epsilon and noise fix it
 
     def __post_init__(self) -> None:
@@ -160,7 +162,7 @@ class Privacy(Section):
             fix = "no noise gives no guarantee: use a positive number"
             _require(self.noise_multiplier > 0, "privacy.noise_multiplier", self.noise_multiplier, fix)
         if self.delta is None:
-            raise ConfigError("privacy.delta is missing; set it well below 1/(records of the smallest learner)")
+            raise ConfigError("privacy.delta is missing; set it well below 1/(records of the largest learner)")
         _require(0 < self.delta < 1, "privacy.delta", self.delta, "use a number in (0, 1), below 1/records")
 
     def _check_paper(self) -> None:
@@ -227,6 +229,7 @@ class Config(Section):
     seed: int | None = None  # fixes everything, the noise included: for research only
     total_samples: int | None = None  # sites only: all sites' records together
     device: str = "auto"
+    precision: str = "float32"  # bfloat16: layers run in it, and fast kernels are used; sums and noise stay as they are
     evaluate_every: float = 1.0  # epochs
     checkpoint_every: float = 5.0  # epochs; 0: only when interrupted
     options: Mapping[str, Any] = field(default_factory=dict)  # passed to the task's function
@@ -239,6 +242,7 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         _one_of("algorithm", self.algorithm, ALGORITHMS)
+        _one_of("precision", self.precision, PRECISIONS)
         _require(self.learners >= 1, "learners", self.learners, "use at least 1")
         _require(0 < self.epochs < math.inf, "epochs", self.epochs, "use a positive number")
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "use at least 1")
@@ -311,11 +315,11 @@ def _section(kind: type[SectionT], raw: Mapping[str, Any], prefix: str) -> Secti
     for key, value in raw.items():
         if key not in known:
             raise ConfigError(f"{prefix}{key} = {_show(value)} is an unknown key; known here: {', '.join(known)}")
-        values[known[key]] = _typed(hints[known[key]], value, prefix + key)
+        values[known[key]] = typed(hints[known[key]], value, prefix + key)
     return kind(**values)
 
 
-def _typed(hint: Any, value: Any, key: str) -> Any:
+def typed(hint: Any, value: Any, key: str) -> Any:
     """`value` as `hint`, or an error in our words. Integers serve as floats; nothing else is converted."""
     if isinstance(hint, type) and issubclass(hint, Section):
         if not isinstance(value, Mapping):
@@ -323,13 +327,13 @@ def _typed(hint: Any, value: Any, key: str) -> Any:
         return _section(hint, value, key + ".")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
-        return _typed(next(a for a in arguments if a is not types.NoneType), value, key)
+        return typed(next(a for a in arguments if a is not types.NoneType), value, key)
     if origin is tuple and isinstance(value, list | tuple):
         if arguments[-1] is Ellipsis:
-            return tuple(_typed(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+            return tuple(typed(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
         if len(value) != len(arguments):
             raise ConfigError(f"{key} = {list(value)} must hold {len(arguments)} values")
-        return tuple(_typed(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
+        return tuple(typed(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     kind = {tuple: list}.get(origin, origin or hint)

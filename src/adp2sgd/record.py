@@ -159,9 +159,10 @@ class Folder:
         for path in self.path.glob(f"learner-*/{name}"):
             os.truncate(path, sizes.get(int(path.parent.name.removeprefix("learner-")), 0))
 
-    def remove_logs(self, name: str) -> None:
-        for path in self.path.glob(f"learner-*/{name}"):
-            path.unlink()
+    def remove_logs(self, *names: str) -> None:
+        for name in names:
+            for path in self.path.glob(f"learner-*/{name}"):
+                path.unlink()
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         from safetensors.torch import save_file
@@ -202,8 +203,12 @@ class Folder:
 
 def versions() -> dict[str, str]:
     """What a result depends on beside its configuration."""
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     import torch
 
-    return {"adp2sgd": version("adp2sgd"), "python": platform.python_version(), "torch": torch.__version__}
+    try:
+        own = version("adp2sgd")
+    except PackageNotFoundError:
+        own = "source tree, not installed"
+    return {"adp2sgd": own, "python": platform.python_version(), "torch": torch.__version__}

@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from adp2sgd import models
-from adp2sgd.config import _typed
+from adp2sgd.config import typed
 from adp2sgd.data import cifar10, heart, idx, images, kaldi, synthetic, table
 from adp2sgd.data.augment import crop_and_flip
 from adp2sgd.data.folder import Source
@@ -249,7 +249,7 @@ def _converted(function: Callable[..., object], arguments: Mapping[str, Any]) ->
     """The arguments in the types that the function declares (TOML has lists, but no tuples); wrong ones are refused."""
     hints = typing.get_type_hints(getattr(function, "func", function))
     named = {p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD}
-    return {k: _typed(hints[k], v, f"options.{k}") if k in named else v for k, v in arguments.items()}
+    return {k: typed(hints[k], v, f"options.{k}") if k in named else v for k, v in arguments.items()}
 
 
 def _check_model(family: str, model: str, known: Iterable[str]) -> None:

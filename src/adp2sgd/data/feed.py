@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adp2sgd.data.batches import Batches
 from adp2sgd.data.records import Records
+from adp2sgd.device import move
 
 SHARE = 0.5  # of the device's free memory: what one learner's records may take
 
@@ -47,7 +48,7 @@ class Resident:
         return self._rows
 
     def take(self) -> tuple[Tensor, Tensor]:
-        rows = self._rows.to(self._records.targets.device)
+        rows = move(self._rows, self._records.targets.device)
         return self._records.inputs[rows], self._records.targets[rows]
 
 

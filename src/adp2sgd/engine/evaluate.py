@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from adp2sgd.device import laid_out
 from adp2sgd.flat import FlatModel
 from adp2sgd.task import Task
 
@@ -32,7 +33,7 @@ def evaluate(model: FlatModel, task: Task, state: Tensor, rows: Tensor | None = 
     loss, right, labels = 0.0, 0.0, 0
     for inputs, targets in zip(records.inputs.split(PIECE), records.targets.split(PIECE), strict=True):
         here = targets.to(model.device)
-        outputs = model.module(task.prepare(inputs).to(model.device))
+        outputs = model.module(laid_out(task.prepare(inputs.to(model.device))))
         loss += float(task.loss(outputs, here).double().sum())
         if task.metric == "accuracy":
             right += float((outputs.argmax(dim=-1) == here).sum())

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from adp2sgd.errors import RunError
@@ -28,8 +29,6 @@ class Saved:
 
     @property
     def state(self) -> Tensor:
-        import torch
-
         return torch.cat([self.tensors["weights"], self.tensors["buffers"]])
 
     @property
@@ -82,4 +81,6 @@ def restore(learner: Learner, saved: Saved) -> None:
 
 
 def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: zlib.crc32(tensor.contiguous().numpy().data) for name, tensor in sorted(tensors.items())}
+    return {
+        name: zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data) for name, tensor in sorted(tensors.items())
+    }

@@ -15,14 +15,12 @@ from adp2sgd.engine import learner_checkpoint
 from adp2sgd.engine.evaluate import average, consensus, evaluate
 from adp2sgd.engine.nursery import Nursery
 from adp2sgd.engine.setup import Setup, finish, open_budget, prepare
-from adp2sgd.engine.supervisor import Patience, Seat, Supervisor
+from adp2sgd.engine.supervisor import SESSION, Patience, Seat, Supervisor
 from adp2sgd.errors import InterruptedRunError, LedgerError, RunError
 from adp2sgd.exchange.shared import require_linux
 from adp2sgd.privacy.budget import Budget, Plan
 from adp2sgd.privacy.streams import Streams
 from adp2sgd.record import Folder, LearnerResult, Point, Run
-
-SESSION = "session.json"  # what `--resume` needs beside the learners' checkpoints
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +67,7 @@ def train(
             on_status=on_status,
         )
         supervisor.notes += kept.get("notes", [])
-        _keep_session(home, supervisor)
-        try:
-            supervisor.run()
-        finally:
-            _keep_session(home, supervisor)
+        supervisor.run()
     if supervisor.interrupted and supervisor.global_steps < setup.target_steps:
         raise InterruptedRunError(
             f"interrupted at epoch {setup.epoch(supervisor.global_steps):.2f}; go on with --resume {home.path}"
@@ -100,14 +94,6 @@ def _read_session(home: Folder) -> dict[str, Any]:
     except (OSError, ValueError):
         raise RunError(f"{home.path} holds no run of `train`; remove it and start the run again") from None
     return kept
-
-
-def _keep_session(home: Folder, supervisor: Supervisor) -> None:
-    try:
-        with home.replacing(SESSION) as part:
-            part.write_text(json.dumps(supervisor.to_dict()), encoding="utf-8")
-    except OSError as error:
-        supervisor.notes.append(f"{SESSION} could not be written ({error.strerror})")
 
 
 def _again(seat: Seat) -> Seat:

@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from adp2sgd import topology
 from adp2sgd.config import Config, Privacy
 from adp2sgd.data import shards
 from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
+from adp2sgd.device import AUTOCAST, tune
 from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.errors import ConfigError
 from adp2sgd.flat import FlatModel
@@ -51,6 +53,12 @@ class Setup:
     target_steps: int  # all learners together; the same for SYNC and ADPSGD
     notes: tuple[str, ...] = ()
 
+    @cached_property
+    def plain_step(self) -> PlainStep:
+        """One for all learners of the process: they share the model, and so the recorded step."""
+        config = self.config
+        return PlainStep(self.task.loss, config.privacy.sigma or 0.0, AUTOCAST[config.precision])
+
     def epoch(self, global_steps: int) -> float:
         return global_steps / self.steps_per_epoch
 
@@ -63,6 +71,7 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     elif seed is None:
         seed = secrets.randbits(32)
     device = pick_device(config.device)
+    tune(device, config.precision)
     graph = topology.build(config.topology, config.learners, seed)
     task = resolve(config.task, config.options)
     rows = shards.split(task.train, config.data, config.learners, seed)
@@ -101,8 +110,16 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, rows: Sequence[
             f'privacy.ledger = "{privacy.ledger}" needs data.partition = "site" and no seed: only then do records stay '
             "with their site, and noise is spent for good; remove it or change those"
         )
-    inputs = task.prepare(task.train.inputs[:2]).to(model.device)
-    return warnings + checks.check_model(model.module, task.loss, inputs, task.train.targets[:2].to(model.device))
+    if (
+        privacy.ledger is not None
+        and privacy.dataset is None
+        and (":" in config.task or config.task.partition("/")[0] in ("table", "images"))
+    ):
+        raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
+    warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
+    stored, targets = task.train.inputs[:2].to(model.device), task.train.targets[:2].to(model.device)
+    warnings += checks.check_rows(task.prepare, task.augment, stored)
+    return warnings + checks.check_model(model.module, task.loss, task.prepare(stored), targets)
 
 
 def pick_device(name: str) -> torch.device:
@@ -147,10 +164,11 @@ def _batches(config: Config, records: int, streams: Streams) -> Batches:
 def _gradient_step(setup: Setup, budget: Budget | None) -> GradientStep:
     privacy = setup.config.privacy
     if budget is None:
-        return PlainStep(setup.task.loss, privacy.sigma or 0.0)
+        return setup.plain_step
     # A seeded run must not depend on the memory that happens to be free.
     piece = None if setup.config.seed is None else SEEDED_PIECE
-    engine = choose.build(setup.model, setup.task.loss, piece=piece)
+    autocast = AUTOCAST[setup.config.precision]
+    engine = choose.build(setup.model, setup.task.loss, piece=piece, autocast=autocast)
     noise = budget.plan.mechanism.noise_multiplier
     return PrivateStep(engine, clip_norm=privacy.clip_norm, noise_multiplier=noise)
 
@@ -160,14 +178,16 @@ def open_budget(setup: Setup, number: int, folder: Path) -> Budget:
     config = setup.config
     path, site = folder / "ledger.jsonl", str(number)
     if config.privacy.ledger is not None:
-        site = setup.task.train.site_names[number]
+        sites = setup.task.train.sites
+        assert sites is not None  # the partition is by site
+        site = setup.task.train.site_names[int(sites[setup.shards[number][0]])]
         kept = Path(config.privacy.ledger).expanduser()
         kept.mkdir(parents=True, exist_ok=True)
-        path = kept / f"{_slug(config.task)}-{_slug(site)}.jsonl"
+        path = kept / f"{_slug(_dataset(config))}-{_slug(site)}.jsonl"
     return Budget.open(
         path,
         config.privacy,
-        dataset=config.task,
+        dataset=_dataset(config),
         site=site,
         records=len(setup.shards[number]),
         batch_size=config.batch_size,
@@ -175,6 +195,11 @@ def open_budget(setup: Setup, number: int, folder: Path) -> Budget:
         plan_path=folder / "plan.json",
         seeded=config.seed is not None,
     )
+
+
+def _dataset(config: Config) -> str:
+    """The data's name in a ledger: the same for every model that is trained on them."""
+    return config.privacy.dataset or config.task.partition("/")[0]
 
 
 def _slug(text: str) -> str:

@@ -73,7 +73,7 @@ def simulate(
     setup = prepare(config, saved.seed if saved else None)  # before the folder: a wrong task leaves nothing behind
     home = Folder.open(folder) if resume else Folder.create(folder, config)
     if saved is not None and config.seed is not None:
-        home.remove_logs("ledger.jsonl")  # a seeded run repeats its draws, so they are charged anew and not twice
+        home.remove_logs("ledger.jsonl", "plan.json")  # a seeded run repeats its draws: charged anew, not twice
     simulation = kind(setup, home, on_status or (lambda _: None))
     with closing(simulation), suited_threads(len(simulation.setup.model.weights), config.batch_size):
         if saved is None:
@@ -260,7 +260,8 @@ class Asynchronous(Simulation):
             self._deliver(event)
             return
         member = self.members[event.learner]
-        gradient = member.learner.gradient() if isinstance(event, StepEnd) else None
+        # After a kill the reserved block counts as spent, so a step that was under way may be beyond the cap.
+        gradient = member.learner.gradient() if isinstance(event, StepEnd) and member.learner.may_step else None
         self._exchange(member)
         if gradient is not None:
             member.learner.update(gradient)

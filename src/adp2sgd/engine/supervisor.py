@@ -25,6 +25,7 @@ from adp2sgd.privacy.budget import Plan
 from adp2sgd.progress import Key
 from adp2sgd.record import Folder
 
+SESSION = "session.json"  # what `--resume` needs beside the learners' checkpoints
 TICK_S = 0.05
 SUMMED = ("steps", "staleness_total", "exchanges", "busy", "expired", "unconfirmed", "halves", "bytes_sent")
 ERRORS: dict[str, type[Exception]] = {"DivergedError": DivergedError, "PrivacyError": PrivacyError}
@@ -136,6 +137,7 @@ class Supervisor:
         self._descriptors = [self._layout.create(seat.learner) for seat in self.seats]
         self._post = Post(self._token, SUPERVISOR)
         self._store = self._make_store()
+        self.keep()
         try:
             self._nursery.give(self._descriptors)
             with Interrupt() as interrupt:
@@ -149,6 +151,7 @@ class Supervisor:
             self._post.close()
             for descriptor in self._descriptors:
                 os.close(descriptor)
+            self.keep()
 
     def _collect(self) -> None:
         """The last models, for evaluation: the learners left them in their memories, so a full disk loses none."""
@@ -206,6 +209,10 @@ class Supervisor:
             return
         for data in self._post.receive():  # its last words may still wait
             self._hear(json.loads(data))
+        if self._over_at is not None and seat.fate in {"starting", "restarting"}:
+            seat.fate = "lost"
+            self.notes.append(f"learner {seat.learner} had not come back when the run ended")
+            return
         steps, how = seat.totals["steps"], _how(code)
         memory = Memory(self._descriptors[seat.learner], self._layout)
         if memory.open:
@@ -229,6 +236,7 @@ class Supervisor:
         seat.turn_page()
         seat.start += 1
         seat.restarts += 1
+        self.keep()
         self._spawn(seat, "comeback")
 
     def _refuse_empty(self) -> None:
@@ -314,10 +322,15 @@ class Supervisor:
 
         return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """What `--resume` needs to know."""
+    def keep(self) -> None:
+        """Write what `--resume` needs to know, so that no start is ever numbered twice."""
         seats = [asdict(seat) for seat in self.seats]
-        return {"seed": self.setup.seed, "seconds": self.seconds, "seats": seats, "notes": self.notes}
+        facts = {"seed": self.setup.seed, "seconds": self.seconds, "seats": seats, "notes": self.notes}
+        try:
+            with self.folder.replacing(SESSION) as part:
+                part.write_text(json.dumps(facts), encoding="utf-8")
+        except OSError as error:
+            self.notes.append(f"{SESSION} could not be written ({error.strerror})")
 
 
 def _how(code: int) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from adp2sgd.device import Recorded, laid_out
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.engine import Engine
 from adp2sgd.privacy.noise import NoiseSource
@@ -38,21 +42,33 @@ class PlainStep:
     `sigma = 0` is SGD. `sigma > 0` is the paper's noise: nothing is clipped, so it gives **no** privacy guarantee.
     """
 
-    def __init__(self, loss: Loss, sigma: float = 0.0) -> None:
+    def __init__(self, loss: Loss, sigma: float = 0.0, autocast: torch.dtype | None = None) -> None:
+        """`autocast`: the layers run in this type. One step may serve all learners that share a model."""
         self._loss = loss
         self._sigma = sigma
+        self._autocast = autocast
+        self._recorded: tuple[FlatModel, Recorded] | None = None
 
     def __call__(
         self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource
     ) -> Gradient:
         before = model.buffers.clone() if len(model.buffers) else None
-        model.grad.zero_()
-        if len(inputs):
-            model.module.train()
-            self._loss(model.module(inputs), targets).sum().backward()
+        if self._recorded is None or self._recorded[0] is not model:
+            self._recorded = (model, Recorded(partial(self._sum, model)))
+        model.module.train()
+        self._recorded[1](laid_out(inputs), targets)
         if self._sigma:
             noise.add_normal(model.grad, self._sigma)
         return Gradient(model.grad.div_(expected), None if before is None else model.buffers - before)
+
+    def _sum(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> None:
+        """The sum of the records' gradients, into `model.grad`."""
+        model.grad.zero_()
+        if not len(inputs):
+            return
+        with torch.autocast(inputs.device.type, self._autocast) if self._autocast else nullcontext():
+            losses = self._loss(model.module(inputs), targets)
+        losses.sum().backward()
 
 
 class PrivateStep:
@@ -71,6 +87,7 @@ class PrivateStep:
     def __call__(
         self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource
     ) -> Gradient:
+        model.module.train()  # an evaluation may have left it otherwise; the refusals were checked in this mode
         total = self._engine.clipped_sum(inputs, targets, self._clip_norm).total
         noise.add_normal(total, self._noise_multiplier * self._clip_norm)
         return Gradient(total.div_(expected))

@@ -103,10 +103,18 @@ class Budget:
         seeded: bool,
     ) -> Budget:
         """Open the ledger at `path`; the run's plan is made at its first start and kept in `plan_path`."""
+        if plan_path.exists() and not path.exists():
+            raise LedgerError(f"{plan_path} tells of a run whose ledger {path} is gone; restore it, or start a new run")
         ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
         try:
             if plan_path.exists():
                 fixed = _adjusted(_read_plan(plan_path), privacy, ledger.spent())
+                if fixed.mechanism.sample_rate != batch_size / records:
+                    raise PrivacyError(
+                        f"the run was planned at sample rate {fixed.mechanism.sample_rate:.6g}, but batch_size = "
+                        f"{batch_size} of {records} records is {batch_size / records:.6g}: data or settings have "
+                        "changed since; start a new run"
+                    )
             else:
                 fixed = plan(
                     privacy,
@@ -206,17 +214,24 @@ def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
             adjacency=fixed.adjacency,
             before=before,
         )
-        cap = min(cap, room)
+        counted = dict(spent.parts).get(own, 0) - sum(count for _, count in earlier)
+        cap = max(min(cap, room), counted)  # what was taken stays reported, even where nothing more may be
     return replace(fixed, before=before, max_steps=cap)
 
 
 def _write_plan(path: Path, fixed: Plan) -> None:
     draft = path.with_name(f".{path.name}")
-    draft.write_text(json.dumps(asdict(fixed)), encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(fixed)))
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(draft, path)
 
 
 def _read_plan(path: Path) -> Plan:
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise LedgerError(f"{path} is damaged; restore it, or start a new run on the same ledger") from None
     parts = tuple((SampledGaussian(**mechanism), count) for mechanism, count in raw["before"]["parts"])
     return Plan(**{**raw, "mechanism": SampledGaussian(**raw["mechanism"]), "before": Composed(parts)})

@@ -1,13 +1,14 @@
 """What private mode refuses before it starts: each refusal is one line with the reason and the fix.
 
-`check_model` once per task, `check_budget` once per shard size. Neither looks at a record's values: a refusal that
-depended on them would itself tell something about the data.
+`check_rows` and `check_model` once per task, `check_budget` once per shard size. None looks at a record's values: a
+refusal that depended on them would itself tell something about the data.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ from adp2sgd.privacy.mechanism import POISSON
 
 if TYPE_CHECKING:
     from adp2sgd.task import Loss
+
+Rows = Callable[[Tensor], Tensor]
+Augmentation = Callable[[Tensor, Generator], Tensor]
 
 PROBES = 3  # synthetic records in a batch
 WATCHED = 1  # the one whose gradient is watched has others before and after it
@@ -103,6 +107,43 @@ def check_model(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
     _refuse_idle_parameters(probe, batch)
     _refuse_changed_buffers(probe)
     return warnings + _refuse_coupling(probe, batch)
+
+
+def check_rows(prepare: Rows, augment: Augmentation | None, stored: Tensor) -> list[str]:
+    """Refuse a `prepare` or `augment` in which one record touches another's row; returns warnings.
+
+    Like `check_model`, it uses only dtype, device and row shape of `stored` (records as they are kept) and probes with
+    synthetic rows. An empty batch must pass too: a crash would tell that nobody was drawn.
+    """
+    rows = _synthetic(stored, Generator().manual_seed(0), None)
+    others = _with_others(rows)
+    prepared = _told("prepare", prepare, rows)
+    if len(_told("prepare", prepare, rows[:0])) or not _same_rows(prepared, _told("prepare", prepare, others)):
+        raise PrivacyError("the task's prepare mixes the records of a batch; treat each row by itself, with constants")
+    if not torch.allclose(prepared[WATCHED], _told("prepare", prepare, rows[WATCHED, None])[0], rtol=1e-5, atol=1e-6):
+        raise PrivacyError("the task's prepare depends on the size of the batch; treat each row by itself")
+    if augment is not None:
+        left, right = (
+            _told("augment", lambda x: augment(x, Generator(x.device).manual_seed(0)), prepare(batch))
+            for batch in (rows, others)
+        )
+        if not _same_rows(left, right):
+            raise PrivacyError("the task's augment mixes the records of a batch; change each row by itself")
+    return []
+
+
+def _told(name: str, function: Rows, batch: Tensor) -> Tensor:
+    try:
+        return function(batch)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        reason = str(error).split("\n")[0]
+        raise PrivacyError(
+            f"the task's {name} fails on {len(batch)} synthetic records ({reason}); it must not"
+        ) from error
+
+
+def _same_rows(left: Tensor, right: Tensor) -> bool:
+    return torch.allclose(left[WATCHED], right[WATCHED], rtol=1e-5, atol=1e-6)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,227 @@
+"""Cells that train: which configuration each one is, and what is kept of its run."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adp2sgd import config, view
+from adp2sgd.config import Config, Optimizer, Privacy, Speeds
+from adp2sgd.device import laid_out
+from adp2sgd.engine import checkpoint, simulate, train
+from adp2sgd.engine.evaluate import Metrics, average, evaluate
+from adp2sgd.engine.setup import Setup, pick_device, prepare
+from adp2sgd.engine.simulate import Status
+from adp2sgd.errors import ConfigError, DivergedError
+from adp2sgd.record import Folder, Point, Run, read_result
+from adp2sgd.reproduce import paper
+from adp2sgd.reproduce.cells import Cell, Choice
+from adp2sgd.task import Task, digits
+
+JITTER = Speeds(kind="log-normal", spread=0.1)  # equal learners; without it they would step in a fixed order
+QUICK_MODELS = {"cifar10": "cnn", "speech": "lstm"}
+POINTS = 60  # evaluations in a run
+
+
+def experiments() -> Path:
+    """The folder of configurations: in the current folder, else in the source tree."""
+    for root in (Path.cwd(), Path(__file__).parents[3]):
+        if (root / "experiments" / "paper_cifar10.toml").is_file():
+            return root / "experiments"
+    raise ConfigError("experiments/paper_cifar10.toml is not here; run reproduce from the project's folder")
+
+
+def recipe(model: str, choice: Choice) -> Config:
+    """The paper's configuration for a model, or its small form on handwritten digits."""
+    family = paper.family(model)
+    base = config.load(experiments() / f"paper_{family}.toml").replace(device=choice.device)
+    if choice.quick:
+        return _small(base, family)
+    on_gpu = pick_device(choice.device).type == "cuda"
+    return base.replace(task=f"{family}/{model}", precision="bfloat16" if on_gpu else "float32")
+
+
+def _small(base: Config, family: str) -> Config:
+    """The same recipe on 1,437 digits with 4 learners: one small CNN, or an LSTM that reads each image row by row."""
+    small = base.replace(learners=4, batch_size=32, epochs=8.0, evaluate_every=1.0, device="cpu")
+    if family == "cifar10":
+        optimizer = base.optimizer.replace(lr=0.2, schedule=((160.0, 0.02), (240.0, 0.002)))
+        return small.replace(task="digits/cnn", options={"norm": "batch"}, optimizer=stretched(optimizer, 8 / 300))
+    options = {"hidden": 16, "layers": 1, "projection": 16}
+    return small.replace(
+        task="adp2sgd.reproduce.training:digit_rows", options=options, optimizer=stretched(base.optimizer, 8 / 20)
+    )
+
+
+def digit_rows(**options: int) -> Task:
+    """The digits as 8 frames of 8 features, each to be labelled: a speech task that needs no file."""
+    plain = digits(model="logistic")
+    from adp2sgd import models
+
+    def rows(records: Any) -> Any:
+        frames = records.inputs.squeeze(1)
+        return type(records)(frames, records.targets[:, None].expand(-1, frames.shape[1]).contiguous())
+
+    build = partial(models.build, "lstm", inputs=8, classes=10, **options)
+    return Task(model=build, train=rows(plain.train), test=rows(plain.test), prepare=plain.prepare)
+
+
+def stretched(optimizer: Optimizer, factor: float) -> Optimizer:
+    """The same course of learning rates in `factor` times the epochs."""
+    schedule = tuple((epoch * factor, rate) for epoch, rate in optimizer.schedule)
+    warmup = optimizer.warmup.replace(epochs=optimizer.warmup.epochs * factor)
+    return optimizer.replace(schedule=schedule, warmup=warmup, decay=optimizer.decay ** (1 / factor))
+
+
+def doubled(settings: Config) -> Config:
+    """Case III: twice the batch at twice the learning rate."""
+    optimizer = settings.optimizer
+    schedule = tuple((epoch, 2 * rate) for epoch, rate in optimizer.schedule)
+    warmup = optimizer.warmup.replace(from_=2 * optimizer.warmup.from_)
+    fast = optimizer.replace(lr=2 * optimizer.lr, schedule=schedule, warmup=warmup)
+    return settings.replace(batch_size=2 * settings.batch_size, optimizer=fast)
+
+
+def cell(
+    study: str, model: str, algorithm: str, noise: float, seed: int, choice: Choice, *, variant: str = "",
+    speeds: Speeds = JITTER, large_batch: bool = False,
+) -> Cell:  # fmt: skip
+    """The cell of one run. Everything that a user can ask for is part of its identity; the device is not."""
+    base = recipe(model, choice)
+    epochs = choice.epochs or base.epochs
+    settings = base.replace(
+        algorithm=algorithm,
+        seed=seed,
+        epochs=epochs,
+        optimizer=stretched(base.optimizer, epochs / base.epochs),
+        evaluate_every=max(1.0, epochs / POINTS),
+        checkpoint_every=max(5.0, epochs / 4),
+        speeds=speeds.replace(pad=choice.processes, step_s=0.05 if choice.processes else 1.0),
+    )
+    settings = _private(settings, noise) if choice.private else settings.replace(privacy=_noise(noise))
+    if large_batch:
+        settings = doubled(settings)
+    identity = {
+        "form": "quick" if choice.quick else "",
+        "model": QUICK_MODELS[paper.family(model)] if choice.quick else model,
+        "algorithm": algorithm,
+        "z" if choice.private else "sigma": noise,
+        "variant": variant,
+        "engine": "processes" if choice.processes else "",
+        "epochs": epochs,
+        "seed": seed,
+    }
+    return Cell(study=study, identity=identity, measure=partial(_measure, settings, choice.processes))
+
+
+def _noise(sigma: float) -> Privacy:
+    return Privacy(mode="paper", sigma=sigma)
+
+
+def _private(settings: Config, noise_multiplier: float) -> Config:
+    """What the paper's noise would take to be private: clipping, Poisson batches, GroupNorm, an accountant."""
+    options = {key: "group" if key == "norm" else value for key, value in settings.options.items()}
+    private = Privacy(mode="private", noise_multiplier=noise_multiplier, delta=1e-5) if noise_multiplier else Privacy()
+    return settings.replace(privacy=private, options=options)
+
+
+def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> dict[str, Any]:
+    """Train, or go on where an interrupted run was, and evaluate."""
+    folder, before = scratch / "run", time.perf_counter()
+    points: dict[int, Point] = {}
+    figures: dict[str, Any] = {"device": str(pick_device(settings.device)), "config": settings.to_dict()}
+    try:
+        if processes:
+            shutil.rmtree(folder, ignore_errors=True)
+            run = train(settings, folder)
+        else:
+            run = _simulated(settings, folder, points, quiet)
+    except DivergedError as error:
+        figures |= {"diverged": str(error).partition(";")[0], "curve": _curve(list(points.values()))}
+        return figures | {"accuracy": None, "loss": None, "virtual_seconds": None}
+    took = time.perf_counter() - before
+    figures |= _figures(run) | {"images_per_second": round(run.global_steps * settings.batch_size / took)}
+    if not processes and settings.options.get("norm") == "batch":
+        again = recomputed(prepare(settings), average(_states(folder, settings)))
+        figures |= {"accuracy_recomputed": again.accuracy, "loss_recomputed": again.loss}
+    return figures
+
+
+def _simulated(settings: Config, folder: Path, points: dict[int, Point], quiet: bool) -> Run:
+    if (folder / "result.json").exists():
+        return read_result(folder)
+    resume = (folder / checkpoint.NAME).exists()
+    if resume:
+        points |= {p["global_steps"]: Point(**p) for p in checkpoint.read(Folder.open(folder)).facts["curve"]}
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    with view.progress(settings, quiet=quiet) as show:
+
+        def on_status(status: Status) -> None:
+            if status.point is not None:
+                points[status.point.global_steps] = status.point
+            show(status)
+
+        return simulate(settings, folder, resume=resume, on_status=on_status)
+
+
+def _figures(run: Run) -> dict[str, Any]:
+    learners = [each.accuracy if each.accuracy is not None else each.loss for each in run.learners]
+    quality = [value for value in learners if value is not None]
+    return {
+        "accuracy": run.accuracy,
+        "loss": run.loss,
+        "single_learners": {"mean": math.fsum(quality) / len(quality), "min": min(quality), "max": max(quality)},
+        "consensus": run.consensus,
+        "epochs": run.epochs,
+        "global_steps": run.global_steps,
+        "virtual_seconds" if run.clock == "virtual" else "real_seconds": run.seconds,
+        "steps": [each.steps for each in run.learners],
+        "staleness_mean": math.fsum(each.staleness_mean * each.share for each in run.learners),
+        "staleness_max": max(each.staleness_max for each in run.learners),
+        "guarantee": run.guarantee,
+        "curve": _curve(run.curve),
+    }
+
+
+def _curve(points: Sequence[Point]) -> dict[str, list[Any]]:
+    """Columns: a third of the size of a list of points."""
+    rows = [asdict(point) for point in sorted(points, key=lambda each: each.global_steps)]
+    digits = {"epoch": 4, "seconds": 3, "loss": 5, "accuracy": 5, "consensus": 6}
+    return {name: [_rounded(row[name], to) for row in rows] for name, to in digits.items()}
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _states(folder: Path, settings: Config) -> list[Tensor]:
+    home, device = Folder.open(folder), str(pick_device(settings.device))
+    names = (f"learner-{k}/checkpoint.safetensors" for k in range(settings.learners))
+    kept = (home.load_tensors(name, device)[0] for name in names)
+    return [torch.cat([each["weights"], each["buffers"]]) for each in kept]
+
+
+@torch.no_grad()
+def recomputed(setup: Setup, theta: Tensor) -> Metrics:
+    """θ's quality with its BatchNorm statistics taken anew over the training records instead of averaged."""
+    model = setup.model
+    model.weights.copy_(theta[: len(model.weights)])
+    for layer in model.module.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.reset_running_stats()
+            layer.momentum = None  # the plain mean over all batches
+    model.module.train()
+    for inputs in setup.task.train.inputs.split(setup.config.batch_size):
+        if len(inputs) > 1:
+            model.module(laid_out(setup.task.prepare(inputs.to(model.device))))
+    return evaluate(model, setup.task, torch.cat([model.weights, model.buffers]))
