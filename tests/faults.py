@@ -149,7 +149,9 @@ def counted_blobs(*, records: int = 400) -> Task:
     inputs = torch.randn(records, 4, generator=stream)
     whole = Records(inputs, (inputs[:, 0] > 0).long())
 
-    def count(inputs: Tensor, _: Generator) -> Tensor:
+    def count(inputs: Tensor, stream: Generator) -> Tensor:
+        if not stream.initial_seed():
+            return inputs  # the checks of private mode, on made-up records
         file = os.open(os.environ[DRAWS], os.O_WRONLY)
         os.write(file, b".")
         os.close(file)

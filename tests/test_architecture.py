@@ -31,6 +31,7 @@ LAYERS = {
     "engine": 8,
     "view": 9,
     "demo": 10,
+    "reproduce": 10,
     "cli": 11,
     "__init__": 11,
     "__main__": 12,

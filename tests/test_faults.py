@@ -27,7 +27,7 @@ from adp2sgd.record import Folder, Run
 from conftest import ROOT
 from faults import Draws, Faults, alive, learner_processes
 
-FALL = 0.95  # of the rate before the fault; measured on two loaded cores: 0.985 to 1.01
+FALL = 0.95  # of the rate before the fault; measured on two loaded cores: 0.96 to 1.01
 SLEEPY = Config(
     task="faults:counted_blobs",
     learners=4,
@@ -94,6 +94,7 @@ def test_a_killed_learner_slows_nobody_and_comes_back(tmp_path: Path, draws: Dra
     assert run.learners[2].restarts == 1
     assert run.learners[2].state == "ended"
     assert any("learner 2 was restarted" in note and "SIGKILL" in note for note in run.notes)
+    assert not any("own checkpoint" in note for note in run.notes)  # a neighbour gave it a model
     assert run.global_steps >= 800
     assert run.overshoot <= 8
     starts = {json.loads(line)["start"] for line in (tmp_path / "run/learner-2/events.jsonl").read_text().splitlines()}

@@ -83,7 +83,7 @@ def test_a_slot_is_used_again_only_when_released_or_overdue_and_late_readers_not
 
 
 def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus() -> None:
-    """Four exchange threads with real sockets and shared memory; models of several blocks; nothing but exchanges."""
+    """Four exchange threads with real sockets and shared memory, models of several blocks, and updates meanwhile."""
     task, learners = resolve("quadratic", {"records": 8, "dimension": 300_000}), 4
     members = [make_learner(k, task) for k in range(learners)]
     for k, learner in enumerate(members):
@@ -108,14 +108,19 @@ def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus() -> Non
     for turn in range(40):
         for k, thread in enumerate(threads):
             thread.want((k + 1 + turn % (learners - 1)) % learners)
-        time.sleep(0.02)
+        for _ in range(20):
+            time.sleep(0.001)
+            for learner in members:
+                with learner._mutex:
+                    learner.state.add_(1.0)
     for thread in threads:
         thread.close()
     tallies = [thread.exchange.tally for thread in threads]
     assert sum(tally.completed for tally in tallies) > 40
     assert sum(tally.completed for tally in tallies) % 2 == 0
     assert not any(tally.halves or tally.unconfirmed for tally in tallies)
-    assert torch.allclose(sum(learner.state for learner in members), before, rtol=0, atol=1e-9)
+    updates = learners * 40 * 20
+    assert torch.allclose(sum(learner.state for learner in members), before + updates, rtol=0, atol=1e-8)
     assert float(torch.stack([learner.state for learner in members]).var(dim=0).mean()) < 0.1 * spread
     for post, descriptor in zip(posts, descriptors, strict=True):
         post.close()
@@ -202,7 +207,9 @@ def test_spent_budgets_end_the_run_and_the_learners_go_on_averaging_until_then(t
 
 
 def test_the_command_shows_plain_lines_and_prints_json(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(SLEEPY.replace(learners=2, epochs=2, speeds=Speeds(step_s=0.02, pad=True)).to_toml())
+    (tmp_path / "run.toml").write_text(
+        SLEEPY.replace(learners=2, epochs=2, speeds=Speeds(step_s=0.02, pad=True)).to_toml()
+    )
     done = adp2sgd("train", "run.toml", "--out", "run", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["clock"] == "real"

@@ -2,7 +2,7 @@
 
 from adp2sgd.config import Config, Data, Network, Optimizer, Privacy, Speeds, Topology, Warmup, load, loads
 from adp2sgd.data.records import Records
-from adp2sgd.engine import simulate
+from adp2sgd.engine import simulate, train
 from adp2sgd.errors import Adp2sgdError
 from adp2sgd.privacy.calibrate import noise_for, steps_for
 from adp2sgd.record import Run, read_result
@@ -27,4 +27,5 @@ __all__ = [
     "read_result",
     "simulate",
     "steps_for",
+    "train",
 ]

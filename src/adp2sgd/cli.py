@@ -163,6 +163,42 @@ def explain(
         view.table("per-record gradients", ["layer", "parameters", "rule", "why"], shown)
 
 
+@app.command(epilog="Example: adp2sgd reproduce table1 --model resnet18 --epochs 80 --noise 1 --noise 4")
+def reproduce(
+    study: Annotated[str, typer.Argument(help="table1, sizes, case1, case2, case3, speech, theory or privacy")],
+    quick: Annotated[bool, typer.Option("--quick", help="A small form on handwritten digits, in minutes.")] = False,
+    model: Annotated[list[str], typer.Option(help="Only this model; may be repeated.")] = [],  # noqa: B006
+    epochs: Annotated[Optional[float], typer.Option(help="The schedule is stretched to them.")] = None,  # noqa: UP045
+    noise: Annotated[list[float], typer.Option(help="Only this σ; may be repeated.")] = [],  # noqa: B006
+    algorithm: Annotated[list[str], typer.Option(help="sync or adpsgd; may be repeated.")] = [],  # noqa: B006
+    seed: Annotated[list[int], typer.Option(help="May be repeated.")] = [0],  # noqa: B006
+    private: Annotated[bool, typer.Option("--private", help="Clip, sample, account: noise is a multiplier.")] = False,
+    processes: Annotated[bool, typer.Option("--processes", help="Real learner processes, padded steps.")] = False,
+    out: Annotated[Optional[Path], typer.Option(help="Results (default: experiments/results).")] = None,  # noqa: UP045
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    jobs: Annotated[Optional[int], typer.Option(help="Cells at once (default: 4 on a GPU, else 1).")] = None,  # noqa: UP045
+    write_docs: Annotated[bool, typer.Option("--write-docs", help="Fill docs/reproduction.md anew.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a study of the paper again, cell by cell. Finished cells are never run twice; interrupted ones go on."""
+    from adp2sgd.reproduce import command
+    from adp2sgd.reproduce.cells import Choice
+
+    choice = Choice(
+        quick=quick,
+        models=tuple(model),
+        noise=tuple(noise),
+        algorithms=tuple(algorithm),
+        seeds=tuple(seed),
+        epochs=epochs,
+        private=private,
+        processes=processes,
+        device=device,
+    )
+    command.reproduce(study, choice, out=out, jobs=jobs, as_json=json, quiet=quiet, write_docs=write_docs)
+
+
 privacy = typer.Typer(
     help="What a budget buys and what it costs.",
     epilog="Example: adp2sgd privacy noise --epsilon 8 --sample-rate .08192 --steps 3662 --delta 1e-5",

@@ -136,7 +136,7 @@ def _result(supervisor: Supervisor, home: Folder) -> Run:
 
 
 def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Account:
-    source = Streams(setup.config.seed, learner)("noise", 0).name
+    source = Streams(setup.config.seed, learner)("noise", 0).name_on(setup.device)
     if setup.config.privacy.mode != "private":
         return Account(None, source)
     try:

@@ -135,3 +135,4 @@ def main(descriptor: int) -> None:
     import adp2sgd.engine.life  # noqa: F401
 
     tend(line)
+    os._exit(0)  # there is nothing to tidy up, and an interpreter with torch in it takes a second to do so

@@ -99,7 +99,7 @@ def finished(out: Path, study: str) -> list[Record]:
 
 
 def run_all(cells: Sequence[Cell], out: Path, *, jobs: int = 1, quiet: bool = False, say: Say = print) -> list[Record]:
-    """All cells' records, in order. Missing ones are measured, `jobs` at a time, each in a process of its own if > 1."""
+    """All cells' records, in order. Missing ones are measured, `jobs` at a time in processes of their own if > 1."""
     missing = [cell for cell in cells if not cell.path(out).exists()]
     if jobs > 1 and len(missing) > 1:
         for number, cell in enumerate(_in_processes(missing, out, jobs), 1):

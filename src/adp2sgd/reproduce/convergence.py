@@ -33,13 +33,13 @@ EPSILONS = (3.0, 9.0, 12.0)
 def cells(choice: Choice) -> list[Cell]:
     """Conditions in the paper's settings; contraction, consensus and rate measured."""
     found: list[tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = []
-    steps = 4_000 if choice.quick else 60_000
+    steps = 2_000 if choice.quick else 24_000
     for name in GRAPHS:
         found.append(({"part": "contraction", "graph": name}, partial(contraction, name)))
-        for learners in (4, 16):
+        for learners in (4,) if choice.quick else (4, 16):
             work = partial(consensus, name, learners, steps)
             found.append(({"part": "consensus", "graph": name, "learners": learners}, work))
-    for times in (1,) if choice.quick else (1, 4, 16):
+    for times in () if choice.quick else (1, 2, 4):
         found.append(({"part": "rate", "steps": f"{times}x"}, partial(rate, times)))
     found.append(({"part": "conditions"}, conditions))
     found.append(({"part": "propositions"}, propositions))
@@ -99,7 +99,7 @@ def _settings(name: str, learners: int, steps: int, lr: float, sigma: float, spe
         epochs=steps * batch / records,
         seed=0,
         device="cpu",
-        evaluate_every=max(50, steps // 2000) * batch / records,
+        evaluate_every=max(100, steps // 200) * batch / records,
         checkpoint_every=0,
         topology=GRAPHS[name],
         optimizer=Optimizer(lr=lr),
@@ -110,10 +110,11 @@ def _settings(name: str, learners: int, steps: int, lr: float, sigma: float, spe
 
 def consensus(name: str, learners: int, steps: int) -> dict[str, Any]:
     """(1/K) Σ‖w_k − θ‖² in the steady state: measured, predicted exactly but for staleness, and the paper's bound."""
-    lr, sigma = 0.02, 1.0
-    settings = _settings(name, learners, steps, lr, sigma, Speeds(kind="log-normal", spread=0.1))
+    lr, sigma = 0.01, 1.0
+    # Uneven steps: the theory draws the next worker at random, while equal learners would nearly take turns.
+    settings = _settings(name, learners, steps, lr, sigma, Speeds(kind="log-normal", spread=0.5))
     run, setup = simulate(settings), prepare(settings)
-    steady = [point.consensus for point in run.curve if point.global_steps > steps / 4]
+    steady = [point.consensus for point in run.curve if point.global_steps > steps / 2]
     gradients = [2 * (point.loss - _least_loss(setup)) for point in run.curve]
     problem = _problem(setup, max(each.staleness_max for each in run.learners))
     lemma = theory.consensus_lemma(problem, lr=lr / 8, mean_gradient=float(np.mean(gradients)), sigma=sigma)

@@ -52,13 +52,16 @@ def recipe(model: str, choice: Choice) -> Config:
 
 def _small(base: Config, family: str) -> Config:
     """The same recipe on 1,437 digits with 4 learners: one small CNN, or an LSTM that reads each image row by row."""
-    small = base.replace(learners=4, batch_size=32, epochs=8.0, evaluate_every=1.0, device="cpu")
+    small = base.replace(learners=4, batch_size=32, epochs=5.0, evaluate_every=1.0, device="cpu")
     if family == "cifar10":
         optimizer = base.optimizer.replace(lr=0.2, schedule=((160.0, 0.02), (240.0, 0.002)))
-        return small.replace(task="digits/cnn", options={"norm": "batch"}, optimizer=stretched(optimizer, 8 / 300))
-    options = {"hidden": 16, "layers": 1, "projection": 16}
+        return small.replace(task="digits/cnn", options={"norm": "batch"}, optimizer=stretched(optimizer, 5 / 300))
+    options = {"hidden": 32, "layers": 1, "projection": 32}
     return small.replace(
-        task="adp2sgd.reproduce.training:digit_rows", options=options, optimizer=stretched(base.optimizer, 8 / 20)
+        task="adp2sgd.reproduce.training:digit_rows",
+        batch_size=8,
+        options=options,
+        optimizer=stretched(base.optimizer, 5 / 20),
     )
 
 
@@ -175,12 +178,13 @@ def _simulated(settings: Config, folder: Path, points: dict[int, Point], quiet: 
 
 
 def _figures(run: Run) -> dict[str, Any]:
-    learners = [each.accuracy if each.accuracy is not None else each.loss for each in run.learners]
-    quality = [value for value in learners if value is not None]
     return {
         "accuracy": run.accuracy,
         "loss": run.loss,
-        "single_learners": {"mean": math.fsum(quality) / len(quality), "min": min(quality), "max": max(quality)},
+        "single_learners": {
+            "accuracy": [_rounded(each.accuracy, 5) for each in run.learners],
+            "loss": [_rounded(each.loss, 5) for each in run.learners],
+        },
         "consensus": run.consensus,
         "epochs": run.epochs,
         "global_steps": run.global_steps,

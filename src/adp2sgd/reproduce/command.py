@@ -1,0 +1,45 @@
+"""`adp2sgd reproduce`: run a study's missing cells, then show and write what is finished."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from adp2sgd import view
+from adp2sgd.engine.setup import pick_device
+from adp2sgd.reproduce import render
+from adp2sgd.reproduce.cells import Choice, run_all
+from adp2sgd.reproduce.studies import find
+from adp2sgd.reproduce.training import experiments
+
+GPU_JOBS = 4  # small steps leave most of a GPU idle
+
+
+def reproduce(
+    name: str, choice: Choice, *, out: Path | None = None, jobs: int | None = None, as_json: bool = False,
+    quiet: bool = False, write_docs: bool = False,
+) -> None:  # fmt: skip
+    """Finished cells are only read. Tables go to standard output, progress to standard error."""
+    study = find(name)
+    out = out or experiments() / "results"
+    cells = study.cells(choice)
+    if jobs is None:
+        jobs = GPU_JOBS if pick_device(choice.device).type == "cuda" and not choice.quick else 1
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    fresh = any(not cell.path(out).exists() for cell in cells)
+    records = run_all(cells, out, jobs=jobs, quiet=quiet, say=say)
+    if as_json:
+        view.print_json([{key: value for key, value in r.items() if key != "curve"} for r in records])
+    else:
+        for table in study.tables(records):
+            print(render.markdown(table), end="\n\n")
+    if fresh:
+        say(f"written: {render.write_page(name, out)}")
+    if write_docs:
+        page = experiments().parent / "docs" / "reproduction.md"
+        page.write_text(render.filled(page.read_text(encoding="utf-8"), out), encoding="utf-8")
+        say(f"written: {page}")

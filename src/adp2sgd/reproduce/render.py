@@ -1,0 +1,99 @@
+"""Tables as Markdown, curves as pictures, and docs/reproduction.md filled with both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from adp2sgd.errors import ConfigError
+from adp2sgd.reproduce.cells import Record, finished
+from adp2sgd.reproduce.claims import claims_table
+from adp2sgd.reproduce.studies import STUDIES, Study
+from adp2sgd.reproduce.tables import Table
+
+BEGIN, END = "<!-- reproduce {} -->", "<!-- end -->"
+
+
+def markdown(table: Table) -> str:
+    """A table under its title."""
+    lines = [f"**{table.title}**", "", _row(table.columns), _row(["---"] * len(table.columns))]
+    return "\n".join(lines + [_row(row) for row in table.rows])
+
+
+def _row(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+
+
+def section(name: str, records: Sequence[Record], where: str) -> str:
+    """All tables of a study, full form first, each with the files that it was read off."""
+    parts = []
+    for form, words in (("", ""), ("quick", "Small form (`--quick`: handwritten digits, 4 learners)")):
+        chosen = [record for record in records if record["cell"].get("form", "") == form]
+        for table in STUDIES[name].tables(chosen) if chosen else []:
+            parts += [words, markdown(table)] if words else [markdown(table)]
+        if chosen:
+            parts.append(f"Files: `{where}/{name}/`: " + ", ".join(f"`{record['name']}`" for record in chosen))
+    return "\n\n".join(parts) or f"No cell is finished yet: `adp2sgd reproduce {name}`."
+
+
+def write_page(name: str, out: Path) -> Path:
+    """OUT/STUDY.md: everything that is finished, with its pictures."""
+    records = finished(out, name)
+    pictures = [f"![{path.stem}]({path.name})" for path in figures(STUDIES[name], records, out / name)]
+    pictures = [picture.replace("](", f"]({name}/") for picture in pictures]
+    page = out / f"{name}.md"
+    text = [f"# {STUDIES[name].title}", section(name, records, "."), *pictures]
+    page.write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    return page
+
+
+def filled(text: str, out: Path) -> str:
+    """The document with what stands between its markers made anew from the files under `out`."""
+
+    def fill(found: re.Match[str]) -> str:
+        name = found[1]
+        if name == "claims":
+            content = markdown(claims_table(out))
+        elif name in STUDIES:
+            content = section(name, finished(out, name), "experiments/results")
+        else:
+            raise ConfigError(f"the document asks for {name!r}; use claims or one of: {', '.join(STUDIES)}")
+        return f"{BEGIN.format(name)}\n{content}\n{END}"
+
+    return re.sub(r"<!-- reproduce ([a-z0-9]+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+def figures(study: Study, records: Sequence[Record], folder: Path) -> list[Path]:
+    """One picture per model and form: quality against epochs or time, a line per algorithm and noise."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records if study.x else ():
+        if record["curve"]["epoch"]:
+            groups.setdefault((record["cell"]["form"], record["cell"]["model"]), []).append(record)
+    return [_figure(study, group, folder / f"{'-'.join(filter(None, key))}.png") for key, group in groups.items()]
+
+
+def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    by_loss = records[0]["cell"]["model"] == "lstm"
+    for record in records:
+        cell, curve = record["cell"], record["curve"]
+        values = curve["loss"] if by_loss else [100 * value for value in curve["accuracy"]]
+        noise = cell.get("sigma", cell.get("z"))
+        label = " ".join(filter(None, (cell["algorithm"], f"{'z' if 'z' in cell else 'σ'}={noise:g}", cell["variant"])))
+        axes.plot(curve[study.x], values, "-" if cell["algorithm"] == "adpsgd" else "--", label=label, linewidth=1.2)
+    axes.set_xlabel({"epoch": "epochs", "seconds": f"seconds ({_clock(records)})"}[study.x or "epoch"])
+    axes.set_ylabel("held-out loss" if by_loss else "accuracy of θ in %")
+    axes.set_title(f"{study.title}, {records[0]['cell']['model']}")
+    axes.legend(fontsize="x-small", ncols=2)
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    return path
+
+
+def _clock(records: Sequence[Record]) -> str:
+    return "real" if any("real_seconds" in record for record in records) else "virtual"

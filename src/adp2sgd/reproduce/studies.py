@@ -1,0 +1,112 @@
+"""The studies by name: which cells each one has, and which tables and curves it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from adp2sgd import config
+from adp2sgd.errors import ConfigError
+from adp2sgd.reproduce import accounting, convergence, paper, sizes, tables, training
+from adp2sgd.reproduce.cells import Cell, Choice, Record
+from adp2sgd.reproduce.tables import Table
+from adp2sgd.reproduce.training import cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """`x` is what the figures plot quality against; None where a study has none."""
+
+    title: str
+    cells: Callable[[Choice], list[Cell]]
+    tables: Callable[[Sequence[Record]], list[Table]]
+    x: str | None = None
+
+
+def _grid(study: str, models: Sequence[str], noise: dict[str, Sequence[float]], choice: Choice) -> list[Cell]:
+    """Every combination of model, noise, algorithm and seed; in the quick form one model stands for all of a family."""
+    models = _small_set(choice.models or models, choice)
+    return [
+        cell(study, model, algorithm, sigma, seed, choice)
+        for model in models
+        for sigma in choice.noise or noise[paper.family(model)]
+        for algorithm in choice.algorithms or paper.ALGORITHMS
+        for seed in choice.seeds
+    ]
+
+
+def _small_set(models: Sequence[str], choice: Choice) -> Sequence[str]:
+    for model in models:
+        if model not in paper.MODELS:
+            raise ConfigError(f"--model {model} is not in the paper; use one of: {', '.join(paper.MODELS)}")
+    return list({paper.family(m): m for m in models}.values()) if choice.quick else models
+
+
+def _table1(choice: Choice) -> list[Cell]:
+    return _grid("table1", paper.CNNS, {**paper.NOISE}, choice)
+
+
+def _speech(choice: Choice) -> list[Cell]:
+    return _grid("speech", ("lstm",), {**paper.NOISE}, choice)
+
+
+def _slow(study: str, choice: Choice) -> list[Cell]:
+    """Cases I and II, medium noise: the slow learner, and beside it the same run with equal learners."""
+    slow = config.load(training.experiments() / f"paper_{study}.toml").speeds
+    found = []
+    for model in _small_set(choice.models or ("resnet18",), choice):
+        for sigma in choice.noise or (paper.NOISE[paper.family(model)][2],):
+            for algorithm in choice.algorithms or paper.ALGORITHMS:
+                for seed in choice.seeds:
+                    for variant, speeds in (("even", config.Speeds()), ("slow", slow)):
+                        found.append(cell(study, model, algorithm, sigma, seed, choice, variant=variant, speeds=speeds))
+    return found
+
+
+def _case3(choice: Choice) -> list[Cell]:
+    """Case III, small noise: batch and learning rate doubled, and beside it the usual ones."""
+    return [
+        cell("case3", model, algorithm, sigma, seed, choice, variant=variant, large_batch=large)
+        for model in _small_set(choice.models or ("efficientnet_b0", "lstm"), choice)
+        for sigma in choice.noise or (paper.NOISE[paper.family(model)][1],)
+        for variant, large in (("usual", False), ("doubled", True))
+        for algorithm in choice.algorithms or paper.ALGORITHMS
+        for seed in choice.seeds
+    ]
+
+
+STUDIES: dict[str, Study] = {
+    "table1": Study(
+        title="Table 1: accuracy on CIFAR-10",
+        cells=_table1,
+        tables=partial(tables.accuracy_table, "Accuracy in %, of the averaged model θ"),
+        x="epoch",
+    ),
+    "sizes": Study(title="Model sizes and times", cells=sizes.cells, tables=tables.size_table),
+    "case1": Study(
+        title="Case I: a random learner is slow", cells=partial(_slow, "case1"), tables=tables.slow_table, x="seconds"
+    ),
+    "case2": Study(
+        title="Case II: one learner is always slow",
+        cells=partial(_slow, "case2"),
+        tables=tables.slow_table,
+        x="seconds",
+    ),
+    "case3": Study(title="Case III: large batches", cells=_case3, tables=tables.case3_table, x="epoch"),
+    "speech": Study(
+        title="Speech: held-out loss of the LSTM",
+        cells=_speech,
+        tables=partial(tables.accuracy_table, "Held-out loss of the averaged model θ"),
+        x="epoch",
+    ),
+    "theory": Study(title="Convergence theory", cells=convergence.cells, tables=tables.theory_tables),
+    "privacy": Study(title="Privacy", cells=accounting.cells, tables=tables.privacy_tables),
+}
+
+
+def find(name: str) -> Study:
+    """The study of that name."""
+    if name not in STUDIES:
+        raise ConfigError(f"study {name!r} is unknown; use one of: {', '.join(STUDIES)}")
+    return STUDIES[name]

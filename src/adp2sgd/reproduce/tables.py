@@ -1,0 +1,223 @@
+"""A study's records → tables of text, the paper's figures beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adp2sgd.reproduce import paper
+from adp2sgd.reproduce.cells import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What is printed: cells of text, and below the title what they mean."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def quality(record: Record | None, key: str = "accuracy") -> float | None:
+    """Accuracy in %, or the loss where the study is about speech; None where there is none."""
+    if record is None or record.get("diverged"):
+        return None
+    if record["cell"]["model"] == "lstm":
+        return record.get(key.replace("accuracy", "loss"))
+    value = record.get(key)
+    return None if value is None else 100 * value
+
+
+def _text(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def pairs_of(records: Iterable[Record]) -> dict[tuple[Any, ...], dict[str, Record]]:
+    """(form, model, noise, variant, engine, epochs, seed) → algorithm → record, in the order of the paper's table."""
+    found: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records:
+        c = record["cell"]
+        noise = c.get("sigma", c.get("z"))
+        key = (
+            c["form"],
+            c["model"],
+            "z" if "z" in c else "σ",
+            noise,
+            c["variant"],
+            c["engine"],
+            c["epochs"],
+            c["seed"],
+        )
+        found.setdefault(key, {})[c["algorithm"]] = record
+    order = {name: number for number, name in enumerate(paper.MODELS)}
+    return dict(sorted(found.items(), key=lambda item: (order.get(item[0][1], 99), *map(str, item[0]))))
+
+
+def shown(record: Record | None, key: str = "accuracy") -> str:
+    if record is not None and record.get("diverged"):
+        return "diverged"
+    return _text(quality(record, key), 3 if record is not None and record["cell"]["model"] == "lstm" else 2)
+
+
+def accuracy_table(title: str, records: Sequence[Record]) -> list[Table]:
+    """One row per model, noise, epochs and seed: the paper's SYNC and asynchronous figures, and ours."""
+    rows = []
+    for (form, model, letter, noise, _, _, epochs, seed), pair in pairs_of(records).items():
+        sync, asynchronous = pair.get("sync"), pair.get("adpsgd")
+        known = paper.MODELS.get(model) if not form and letter == "σ" else None
+        published = [known.result(noise, a, paper.family(model)) if known else None for a in paper.ALGORITHMS]
+        digits = 3 if model == "lstm" else 2
+        ours = quality(sync), quality(asynchronous)
+        gap = None if None in ours else ours[1] - ours[0]  # type: ignore[operator]
+        row = [model, f"{letter} = {noise:g}", f"{epochs:g}", str(seed), *(_text(p, digits) for p in published)]
+        row += [shown(sync), shown(asynchronous), _text(gap, digits)]
+        row += [shown(sync, "accuracy_recomputed"), shown(asynchronous, "accuracy_recomputed"), _single(asynchronous)]
+        row += [_epsilon(asynchronous or sync)]
+        rows.append(row)
+    columns = ["model", "noise", "epochs", "seed", "paper SYNC", "paper async", "SYNC", "async", "async − SYNC"]
+    columns += ["SYNC, statistics recomputed", "async, statistics recomputed", "single async learners", "ε"]
+    return [Table(title=title, columns=columns, rows=rows)] if rows else []
+
+
+def _single(record: Record | None) -> str:
+    if record is None or record.get("diverged"):
+        return "–"
+    by_loss = record["cell"]["model"] == "lstm"
+    single = record["single_learners"]["loss" if by_loss else "accuracy"]
+    factor, digits = (1, 3) if by_loss else (100, 2)
+    return f"{factor * min(single):.{digits}f} … {factor * max(single):.{digits}f}"
+
+
+def _epsilon(record: Record | None) -> str:
+    guarantee: Any = "none" if record is None else record.get("guarantee", "none")
+    return "none" if guarantee == "none" else _text(guarantee["epsilon"])
+
+
+def slow_table(records: Sequence[Record]) -> list[Table]:
+    """Time with the slow learner over time without it, and over the least that any method can take."""
+    rows = []
+    pairs = pairs_of(records)
+    for key, pair in pairs.items():
+        _, model, _, noise, variant, engine, epochs, seed = key
+        if variant != "slow":
+            continue
+        even = pairs.get((*key[:4], "even", *key[5:]), {})
+        for algorithm, record in pair.items():
+            if algorithm not in even:
+                continue
+            slow_down = seconds_of(record) / seconds_of(even[algorithm])
+            row = [model, engine or "simulated", f"{noise:g}", f"{epochs:g}", str(seed), algorithm]
+            row += [f"{seconds_of(even[algorithm]):.1f}", f"{seconds_of(record):.1f}", f"{slow_down:.3f}"]
+            row += [f"{least_slow_down(record):.3f}", shown(even[algorithm]), shown(record)]
+            rows.append(row)
+    columns = ["model", "learners", "σ", "epochs", "seed", "algorithm", "seconds, all equal", "seconds, one slow"]
+    columns += ["slow-down", "least possible", "quality, all equal", "quality, one slow"]
+    return [Table(title="One slow learner: time for the same number of steps", columns=columns, rows=rows)]
+
+
+def seconds_of(record: Record) -> float:
+    return float(record.get("virtual_seconds") or record["real_seconds"])
+
+
+def least_slow_down(record: Record) -> float:
+    """Of perfect balancing: K over the learners' paces together."""
+    speeds, learners = record["config"]["speeds"], record["config"]["learners"]
+    if speeds["kind"] == "one-slow":
+        return float(learners / (learners - 1 + 1 / speeds["factor"]))
+    return float(1 + (speeds["factor"] - 1) / learners)  # a learner's mean step: slow once in K
+
+
+def case3_table(records: Sequence[Record]) -> list[Table]:
+    rows = []
+    for (_, model, _, noise, variant, _, epochs, seed), pair in pairs_of(records).items():
+        rows.append([model, variant, f"{noise:g}", f"{epochs:g}", str(seed), shown(pair.get("sync")),
+                     shown(pair.get("adpsgd"))])  # fmt: skip
+    columns = ["model", "batch and learning rate", "σ", "epochs", "seed", "SYNC", "async"]
+    return [Table(title="Batch and learning rate doubled, small noise", columns=columns, rows=rows)]
+
+
+def size_table(records: Sequence[Record]) -> list[Table]:
+    rows, order = [], list(paper.MODELS)
+    for record in sorted(records, key=lambda each: order.index(each["cell"]["model"])):
+        known = paper.MODELS[record["cell"]["model"]]
+        rows.append([
+            record["cell"]["model"], f"{known.parameters:,}", f"{record['parameters']:,}", f"{known.mib:.2f}",
+            f"{record['mib']:.2f}", f"{known.hours:.2f}", f"{record['hours_extrapolated']:.2f}",
+            f"{record['epoch_s_extrapolated']:.1f}", str(record["batch_size"]),
+            f"{record['batch_size'] / record['step_s']:,.0f}", record["device"],
+        ])  # fmt: skip
+    columns = ["model", "parameters (paper)", "parameters", "MiB (paper)", "MiB", "hours (paper, V100)"]
+    columns += ["hours, extrapolated", "s per epoch, extrapolated", "batch", "records per s", "device"]
+    return [Table(title="Models: sizes, and time with norms and noise", columns=columns, rows=rows)]
+
+
+def _rows_table(title: str, rows: Sequence[Record], columns: dict[str, str]) -> Table:
+    """Rows of figures by name, under the columns' headings."""
+    shown = [[_any(row[key]) for key in columns] for row in rows]
+    return Table(title=title, columns=list(columns.values()), rows=shown)
+
+
+def _any(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if value == round(value) and abs(value) < 1e9 else f"{value:.4g}"
+    if isinstance(value, int) and abs(value) >= 10**9:
+        return f"{value:.3g}"
+    if isinstance(value, list):
+        return "; ".join(value) or "none"
+    return "none" if value is None else str(value)
+
+
+def theory_tables(records: Sequence[Record]) -> list[Table]:
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        found = record.get("rows") or [record]
+        parts.setdefault(record["cell"]["part"], []).extend({**record["cell"], **row} for row in found)
+    for row in parts.get("conditions", []):
+        row |= {f"at {lr}": value for lr, value in row["largest_smoothness_theorem_1"].items()}
+    for row in parts.get("consensus", []):
+        row["ratio"] = row["measured"] / row["predicted"]
+    headings: dict[str, tuple[str, dict[str, str]]] = {
+        "contraction": ("Contraction by one exchange, 16 learners", {
+            "graph": "partners", "rho_closed_form": "ρ, closed form", "rho": "ρ, eigenvalues",
+            "rho_measured": "measured", "standard_error": "standard error", "rho_bar": "ρ̄"}),
+        "consensus": ("Consensus (1/K) Σ‖w_k − θ‖² in the steady state, quadratic, lr 0.01, σ = 1", {
+            "graph": "partners", "learners": "learners", "global_steps": "steps", "staleness_max": "largest staleness",
+            "measured": "measured", "predicted": "predicted", "ratio": "measured / predicted",
+            "bound": "bound of the paper's lemma", "c1": "C1"}),
+        "rate": ("Mean ‖∇F(θ)‖² over a run at Proposition 1's learning rate, quadratic, 2 learners", {
+            "global_steps": "steps", "least_steps": "least T", "lr": "lr", "staleness_max": "largest staleness",
+            "measured": "measured", "bound": "bound", "failed": "conditions that fail"}),
+        "conditions": ("The largest smoothness L that the statements allow in the paper's CIFAR-10 run", {
+            "graph": "partners", "rho_bar": "ρ̄", "staleness": "τ", "at 0.4": "Theorem 1 at lr 0.4",
+            "at 0.04": "at 0.04", "at 0.004": "at 0.004",
+            "largest_smoothness_proposition_1": "Proposition 1 at T = 58,594"}),
+        "propositions": ("The T that Propositions 1 and 2 ask for (L = ς² = υ² = G = 1)", {
+            "model": "model", "epsilon": "ε", "steps_proposition_2": "T of Proposition 2",
+            "least_steps_proposition_1": "least T of Proposition 1", "failed": "conditions that fail"}),
+    }  # fmt: skip
+    return [_rows_table(headings[part][0], parts[part], headings[part][1]) for part in headings if part in parts]
+
+
+def privacy_tables(records: Sequence[Record]) -> list[Table]:
+    headings: dict[str, tuple[str, dict[str, str]]] = {
+        "paper-scale": ("σ read as a noise multiplier, at the paper's scale (rate 0.08192, 3,662 steps, δ = 1e-5)", {
+            "noise_multiplier": "noise multiplier", "epsilon_pld": "ε by PLD", "epsilon_rdp": "ε by RDP",
+            "epsilon_with_the_wrong_rate": "ε that γ = B/(K·n) would print",
+            "epsilon_if_shuffled": "ε of shuffled batches", "steps_within_epsilon_8": "steps within ε = 8"}),
+        "theorem-2": ("Theorem 2 at worked points, and ε of a neighbour who sees whose model it receives", {
+            "claimed_epsilon": "claimed ε", "mu": "μ", "learners": "K", "steps": "T", "alpha": "α",
+            "alpha_bound": "bound on α", "sigma": "σ", "failed": "conditions that fail",
+            "neighbour_noise_on_sum": "true ε, noise on the sum", "neighbour_noise_on_mean": "on the mean",
+            "neighbour_replace_one": "on the mean, replace-one"}),
+        "shares": ("Unequal learners: what each spends (noise multiplier 2, T = 58,594, K = 16)", {
+            "case": "case", "learner": "learner", "simulated_steps": "steps (simulated)", "steps": "steps (exact)",
+            "epsilon": "ε", "epsilon_planned": "ε if p_k were 1/K"}),
+        "remark": ("The Remark's ε√(t/T) against a neighbour (ε = 9, least σ, replace-one)", {
+            "own_steps": "the learner's own steps", "step": "t", "claimed_epsilon": "claimed ε",
+            "neighbour_replace_one": "true ε"}),
+        "traps": ("Common ways to get a wrong ε, at the paper's scale", {
+            "trap": "trap", "printed": "ε printed", "true": "true ε"}),
+    }  # fmt: skip
+    rows = {record["cell"]["table"]: record["rows"] for record in records}
+    return [_rows_table(headings[name][0], rows[name], headings[name][1]) for name in headings if name in rows]

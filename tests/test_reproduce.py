@@ -1,0 +1,250 @@
+"""`adp2sgd reproduce`: cells are run once, survive an interruption, and every number of the document has its file."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adp2sgd import config
+from adp2sgd.device import Recorded
+from adp2sgd.engine import simulate
+from adp2sgd.engine.simulate import Simulation
+from adp2sgd.errors import ConfigError, RunError
+from adp2sgd.reproduce import command, convergence, paper, render, training
+from adp2sgd.reproduce.cells import Cell, Choice, finished, measured, run_all
+from adp2sgd.reproduce.claims import claims_table
+from adp2sgd.reproduce.studies import STUDIES
+from conftest import ROOT, adp2sgd
+
+RESULTS = ROOT / "experiments" / "results"
+QUICK = Choice(quick=True, device="cpu")
+
+
+def times_called(scratch: Path, quiet: bool) -> dict[str, Any]:
+    """A measure that shows in a file beside the results how often it ran."""
+    count = scratch.parents[2] / "count"
+    count.write_text(count.read_text() + "x" if count.exists() else "x")
+    return {"value": 1.5}
+
+
+def a_cell(name: str) -> Cell:
+    return Cell(study="study", identity={"name": name, "sigma": 2.0}, measure=times_called)
+
+
+@pytest.mark.parametrize("name", list(STUDIES))
+def test_the_quick_form_runs_and_a_second_call_only_prints(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command.reproduce(name, QUICK, out=tmp_path, quiet=True)
+    first = capsys.readouterr().out
+    assert "|" in first
+    assert (tmp_path / f"{name}.md").is_file()
+    records = finished(tmp_path, name)
+    assert records
+    assert all(record["device"] and record["versions"]["torch"] for record in records)
+    if STUDIES[name].x:
+        assert list((tmp_path / name).glob("*.png"))
+        assert {record["cell"]["algorithm"] for record in records} == {"sync", "adpsgd"}
+        assert all(len(record["curve"]["epoch"]) >= 5 for record in records)
+        assert all(record["config"]["privacy"]["mode"] == "paper" for record in records)
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    monkeypatch.setattr(Cell, "measure", None, raising=False)  # nothing may be measured again
+    command.reproduce(name, QUICK, out=tmp_path, quiet=True)
+    assert capsys.readouterr().out == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == stamps
+
+
+def test_quick_training_learns_and_says_how_each_learner_did(tmp_path: Path) -> None:
+    sync = measured(training.cell("table1", "resnet18", "sync", 1.0, 0, QUICK), tmp_path)
+    assert sync["accuracy"] > 0.9
+    assert len(sync["single_learners"]["accuracy"]) == 4
+    assert sync["accuracy_recomputed"] == pytest.approx(sync["accuracy"], abs=0.05)
+    assert sync["guarantee"] == "none"
+    private = training.cell("table1", "resnet18", "adpsgd", 2.0, 0, replace(QUICK, private=True, epochs=1.0))
+    record = measured(private, tmp_path)
+    assert record["guarantee"]["epsilon"] > 0
+    assert record["config"]["options"]["norm"] == "group"
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    arguments = ["reproduce", "case2", "--quick", "--epochs", "1", "--algorithm", "sync", "--out", str(tmp_path / "r")]
+    rows = json.loads(adp2sgd(*arguments, "--json", cwd=tmp_path).stdout)
+    assert [row["cell"]["variant"] for row in rows] == ["even", "slow"]
+    assert rows[1]["virtual_seconds"] == pytest.approx(10 * rows[0]["virtual_seconds"])
+    wrong = adp2sgd("reproduce", "table7", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "table7" in wrong.stderr
+    assert "table1" in wrong.stderr
+
+
+def test_a_cell_is_measured_once_and_written_whole(tmp_path: Path) -> None:
+    cells = [a_cell("a"), a_cell("b")]
+    first = run_all(cells, tmp_path, say=lambda _: None)
+    assert (tmp_path / "count").read_text() == "xx"
+    assert run_all(cells, tmp_path, say=lambda _: None) == first
+    assert (tmp_path / "count").read_text() == "xx"
+    assert first[0]["cell"] == {"name": "a", "sigma": 2.0}
+    assert sorted(path.name for path in (tmp_path / "study").iterdir()) == ["a-sigma2.json", "b-sigma2.json"]
+    (tmp_path / "study" / "a-sigma2.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"a-sigma2\.json cannot be read"):
+        run_all(cells, tmp_path)
+
+
+def test_cells_run_in_several_processes(tmp_path: Path) -> None:
+    choice = replace(QUICK, epochs=1.0, noise=(1.0,))
+    cells = STUDIES["table1"].cells(choice)
+    said: list[str] = []
+    records = run_all(cells, tmp_path, jobs=2, quiet=True, say=said.append)
+    assert [record["cell"]["algorithm"] for record in records] == ["sync", "adpsgd"]
+    assert len(said) == 2
+
+
+def test_two_processes_never_measure_the_same_cell(tmp_path: Path) -> None:
+    def again(scratch: Path, quiet: bool) -> dict[str, Any]:
+        with pytest.raises(RunError, match="another process"):
+            measured(a_cell("a"), tmp_path)
+        return {"tried": True}
+
+    assert measured(replace(a_cell("a"), measure=again), tmp_path)["tried"]
+
+
+@pytest.mark.parametrize(
+    "change", ["models", "noise", "algorithms", "seeds", "epochs", "quick", "private", "processes"]
+)
+def test_what_a_user_can_ask_for_is_part_of_the_identity(change: str) -> None:
+    base = Choice(models=("resnet18",), noise=(1.0,), algorithms=("sync",), epochs=10.0, device="cpu")
+    other: Any = {"models": ("vgg19",), "noise": (2.0,), "algorithms": ("adpsgd",), "seeds": (1,), "epochs": 20.0}.get(
+        change, True
+    )
+    cells = [STUDIES["table1"].cells(choice)[0] for choice in (base, replace(base, **{change: other}))]
+    assert cells[0].name != cells[1].name
+
+
+def test_an_interrupted_cell_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = replace(QUICK, epochs=10.0)
+    whole = measured(training.cell("table1", "resnet18", "adpsgd", 1.0, 0, choice), tmp_path / "whole")
+    starts: list[int] = []
+    original = Simulation._keep_schedule
+
+    def breaks(self: Simulation, before: int) -> None:
+        starts.append(before)
+        original(self, before)
+        if len(starts) == 300:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Simulation, "_keep_schedule", breaks)
+    cell = training.cell("table1", "resnet18", "adpsgd", 1.0, 0, choice)
+    with pytest.raises(KeyboardInterrupt):
+        measured(cell, tmp_path / "broken")
+    assert not cell.path(tmp_path / "broken").exists()
+    again = measured(cell, tmp_path / "broken")
+    assert starts[300] > 0, "the second call began anew"
+    assert again["curve"] == whole["curve"]
+    assert again["single_learners"] == whole["single_learners"]
+    assert not list((tmp_path / "broken" / ".running").rglob("*.safetensors"))
+
+
+def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
+    cell = training.cell("case3", "resnet18", "sync", 1.0, 0, QUICK, variant="doubled", large_batch=True)
+    settings = cell.measure.args[0]  # type: ignore[attr-defined]
+    wild = settings.replace(optimizer=settings.optimizer.replace(lr=1e30, schedule=()))
+    record = measured(replace(cell, measure=partial(training._measure, wild, False)), tmp_path)
+    assert "diverged" in record["diverged"]
+    assert record["accuracy"] is None
+    assert "diverged" in render.markdown(STUDIES["case3"].tables([record])[0])
+
+
+def test_the_large_batch_of_case_3_is_the_experiments_configuration() -> None:
+    doubled = training.doubled(training.recipe("efficientnet_b0", Choice(device="cpu")))
+    given = config.load(ROOT / "experiments" / "paper_case3.toml")
+    assert (doubled.task, doubled.batch_size) == (given.task, given.batch_size)
+    assert doubled.optimizer == given.optimizer
+
+
+def test_a_stretched_schedule_keeps_its_course() -> None:
+    for model in ("resnet18", "lstm"):
+        full = training.recipe(model, Choice(device="cpu"))
+        short = training.stretched(full.optimizer, 0.2)
+        for share in (0.0, 0.3, 0.5, 0.6, 0.9, 0.999):
+            assert short.rate(0.2 * share * full.epochs) == pytest.approx(full.optimizer.rate(share * full.epochs))
+
+
+def test_the_papers_sizes_are_the_models() -> None:
+    from adp2sgd import models
+
+    for name, known in paper.MODELS.items():
+        info = models.describe(name)
+        assert (info.parameters, info.mib) == (known.parameters, pytest.approx(known.mib, abs=0.011))
+
+
+def test_predicted_consensus_by_hand() -> None:
+    """Two learners that average at every step, no shard bias: x = w₀ − w₁ is renewed by ±lr·noise at each step."""
+    from adp2sgd.engine.setup import prepare
+
+    setup = prepare(convergence._settings("complete", 2, 100, 0.1, 1.0, config.Speeds()))
+    means, variance = convergence._shards(setup)
+    found = convergence.predicted_consensus(setup, 0.001, 1.0)
+    noise = variance / 8 + 10 / 64
+    assert found == pytest.approx(0.001**2 * noise / 4, rel=0.01)  # (1/2)·(x/2)²·2, x = lr·noise
+    assert abs(means).max() < 0.1
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d[\d,]*\.?\d*(?:e[+-]?\d+)?", text)
+
+
+def test_every_number_of_the_document_comes_from_a_file() -> None:
+    text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    assert render.filled(text, RESULTS) == text, "run: adp2sgd reproduce theory --write-docs"
+    marked = re.findall(r"<!-- reproduce ([a-z0-9]+) -->", text)
+    assert set(marked) == {"claims", *STUDIES}
+    prose = re.sub(r"<!-- reproduce .*?<!-- end -->", "", text, flags=re.DOTALL)
+    after = prose.partition("## Claim by claim")[2]
+    assert not [n for n in numbers(after) if "." in n], "a measured number stands outside of the generated tables"
+
+
+def test_the_document_changes_with_the_files(tmp_path: Path) -> None:
+    text = "<!-- reproduce case2 -->\nold\n<!-- end -->"
+    assert "No cell is finished yet" in render.filled(text, tmp_path)
+    assert all("not tested yet" in row[3] for row in claims_table(tmp_path).rows)
+    choice = replace(QUICK, epochs=1.0)
+    run_all(STUDIES["case2"].cells(choice), tmp_path, quiet=True, say=lambda _: None)
+    assert "10.000" in render.filled(text, tmp_path)
+    small = next(row for row in claims_table(tmp_path).rows if row[0] == "Case II in the small form")
+    assert "SYNC ×10.00" in small[2]
+
+
+def test_a_batch_of_another_size_is_never_replayed() -> None:
+    seen: list[int] = []
+    work = Recorded(lambda inputs, targets: seen.append(len(inputs)))
+    for size in (4, 4, 4, 4, 3, 4, 0):
+        work(torch.zeros(size, 2), torch.zeros(size))
+    assert seen == [4, 4, 4, 4, 3, 4, 0]
+
+
+@pytest.mark.parametrize("algorithm", ["sync", "adpsgd"])
+def test_bfloat16_trains_as_well(algorithm: str) -> None:
+    settings = training.recipe("resnet18", replace(QUICK, epochs=3.0)).replace(algorithm=algorithm, epochs=3.0)
+    exact, rough = (simulate(settings.replace(precision=each)) for each in ("float32", "bfloat16"))
+    assert exact.loss != rough.loss
+    assert rough.accuracy == pytest.approx(exact.accuracy, abs=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recorded_steps_equal_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: the same run with steps recorded as a CUDA graph and with every step launched anew."""
+    from adp2sgd import device
+
+    settings = training.recipe("resnet18", QUICK).replace(device="cuda")
+    recorded = simulate(settings)
+    monkeypatch.setattr(device, "SETTLED", 10**9)
+    plain = simulate(settings)
+    assert recorded.loss == pytest.approx(plain.loss, rel=1e-3)
