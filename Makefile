@@ -24,7 +24,8 @@ demo: $(VENV)/installed ## train on handwritten digits with 8 learners, one of t
 	$(BIN)/adp2sgd demo
 
 test: $(VENV)/installed-dev ## run the tests (under 10 minutes)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not processes'
+	$(BIN)/python -m pytest -m 'processes and not slow'
 
 test-slow: $(VENV)/installed-dev ## run the long studies and soak tests too
 	$(BIN)/python -m pytest -m ''

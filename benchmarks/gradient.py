@@ -204,7 +204,7 @@ def layers(options: argparse.Namespace) -> None:
         rule, use.rule = use.rule, "ghost"
         grams = (use.fold * math.prod(use.grid)) ** 2 * use.n * use.geometry.groups * 4
         if grams < 1 << 30:
-            ways["ghost"] = use.squares
+            ways["ghost"] = use.measure
         taken = {}
         for way, step in ways.items():
             step()

@@ -441,12 +441,14 @@ def test_unknown_engine_lists_the_known_ones():
 def test_large_per_record_gradients_are_not_held():
     use = rules.Linear(torch.randn(3, 50, 4), torch.randn(3, 50, 5))
     assert use.rule == "per-record"
-    squares, kept = rules.settle(use, keep_bytes=0)
+    measured, kept = rules.settle(use, keep_bytes=0)
     assert isinstance(kept, rules.Kept)  # smaller than what was recorded
     use.held = 0
     again, held = rules.settle(use, keep_bytes=0)
     assert held is use
-    assert torch.equal(squares, again)
+    assert torch.equal(measured.squares, again.squares)
+    assert measured.doubt is None
+    assert again.doubt is not None
 
 
 @pytest.mark.gpu

@@ -18,9 +18,8 @@ def tune(device: torch.device, precision: str) -> None:
     """Set torch's switches for a run. bfloat16 asks for speed: measured kernels, and TF32 where float32 remains."""
     fast = device.type == "cuda" and precision == "bfloat16"
     torch.backends.cudnn.benchmark = fast
-    if fast:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.allow_tf32 = True
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if fast else "highest")
 
 
 def laid_out(inputs: Tensor) -> Tensor:

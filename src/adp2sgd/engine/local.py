@@ -50,10 +50,10 @@ def train(
         with tempfile.TemporaryDirectory() as scratch:
             run = train(config, Path(scratch) / "run", exchange=exchange, on_status=on_status, patience=patience)
             return replace(run, folder=None)
+    kept = _read_session(Folder.open(folder)) if resume else {}
+    setup = prepare(config, kept.get("seed"))  # before the folder: a wrong task leaves nothing behind
     home = Folder.open(folder) if resume else Folder.create(folder, config)
-    kept = _read_session(home) if resume else {}
     with closing(Nursery()) as nursery:
-        setup = prepare(config, kept.get("seed"))
         supervisor = Supervisor(
             setup,
             home,

@@ -248,7 +248,7 @@ def finish(
         consensus=last.consensus,
         seeded=config.seed is not None,
         guarantee=_guarantee(learners),
-        guarantee_why=NO_GUARANTEE.get(config.privacy.mode),
+        guarantee_why=_why_none(config, learners),
         noise_source=learners[0].noise_source,
         learners=results,
         sites=_by_site(setup, theta),
@@ -262,11 +262,18 @@ def finish(
 def _guarantee(learners: Sequence[Accounted]) -> Any:
     """The weakest learner's guarantee, which is the run's where no record lies at two learners."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
-    if not found:
+    if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
         return "none"
     weakest = max(found, key=lambda each: (each.epsilon, each.epsilon_spent))
     valid_if = "no record lies at two learners"
     return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}
+
+
+def _why_none(config: Config, learners: Sequence[Accounted]) -> str | None:
+    if config.privacy.mode != "private":
+        return NO_GUARANTEE[config.privacy.mode]
+    unknown = any(learner.budget is None for learner in learners)
+    return "a learner's ledger cannot be read, so what it spent is unknown; see the notes" if unknown else None
 
 
 def _by_site(setup: Setup, theta: Tensor) -> dict[str, dict[str, float | int | None]]:

@@ -273,8 +273,7 @@ class Supervisor:
             if seat.alive and seat.pid is not None and now - seat.heard_at > limit:
                 self.notes.append(f"learner {seat.learner} did not report for {limit:g} s and was killed")
                 seat.heard_at = now
-                with suppress(ProcessLookupError):
-                    os.kill(seat.pid, signal.SIGKILL)
+                self._kill(seat)
 
     def _direct(self) -> None:
         """Say `go` when all are ready (a restarted learner at once), and `over` when the run is done."""
@@ -290,8 +289,13 @@ class Supervisor:
         if self._over_at is not None:
             for seat in running:
                 self._tell(seat, "over")
-                if time.monotonic() > self._over_at + self.patience.rest and seat.pid is not None:
-                    os.kill(seat.pid, signal.SIGKILL)
+                if time.monotonic() > self._over_at + self.patience.rest:
+                    self._kill(seat)
+
+    def _kill(self, seat: Seat) -> None:
+        if seat.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(seat.pid, signal.SIGKILL)
 
     def _tell(self, seat: Seat, what: str) -> None:
         self._post.send(str(seat.learner), json.dumps({"do": what}).encode())
@@ -299,9 +303,8 @@ class Supervisor:
     def _end(self) -> None:
         self._over_at = time.monotonic()
         for seat in self.seats:  # one that is still coming back has nothing to add
-            if seat.alive and seat.fate in {"starting", "restarting"} and seat.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(seat.pid, signal.SIGKILL)
+            if seat.alive and seat.fate in {"starting", "restarting"}:
+                self._kill(seat)
 
     def _done(self) -> bool:
         """Whether every learner that runs has finished, or all have spent their budgets for a while."""

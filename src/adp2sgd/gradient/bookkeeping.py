@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.clip import clip_factors, finite_or_infinite
+from adp2sgd.gradient.clip import AT_ONCE, clip_factors, effective_norms, finite_or_infinite
 from adp2sgd.gradient.engine import Clipped
 from adp2sgd.gradient.recording import Recording
 from adp2sgd.task import Loss
@@ -18,7 +18,7 @@ from adp2sgd.task import Loss
 class BookKeeping:
     """Engine for models whose parameters are used in ways that `recording` has rules for.
 
-    `piece`: at most so many records are processed at once. `autocast`: run layers in that type; norms and sums stay
+    `piece`: at most so many records (and 1,000) are processed at once. `autocast`: run layers in that type; norms and sums stay
     in float32 and are of the same values. Raises `UnsupportedError` where there is no rule.
     """
 
@@ -36,18 +36,18 @@ class BookKeeping:
         if records == 0 or not self.model.slices:
             zeros = torch.zeros_like(self.model.weights)
             return Clipped(zeros, zeros.new_zeros(records))
-        rows = min(self.piece or records, records) * self.copies
-        parts = zip(inputs.split(rows), targets.split(rows), strict=True)
-        done = [self._piece(x, y, clip_norm) for x, y in parts]
-        if len(done) == 1:
-            return done[0]
-        total = done[0].total
-        for part in done[1:]:
+        rows = min(self.piece or AT_ONCE, AT_ONCE) * self.copies
+        if len(inputs) <= rows:
+            return self._piece(inputs, targets, clip_norm)
+        total, norms = torch.zeros_like(self.model.weights, dtype=torch.float64), []
+        for x, y in zip(inputs.split(rows), targets.split(rows), strict=True):
+            part = self._piece(x, y, clip_norm)
             total += part.total
-        return Clipped(total, torch.cat([part.norms for part in done]))
+            norms.append(part.norms)
+        return Clipped(total.to(self.model.weights.dtype), torch.cat(norms))
 
-    def record(self, inputs: Tensor, targets: Tensor) -> tuple[Recording, Tensor]:
-        """The recorded passes over these rows, and each record's norm."""
+    def record(self, inputs: Tensor, targets: Tensor) -> Recording:
+        """The recorded passes over these rows."""
         module = self.model.module
         named = dict(module.named_parameters())
         trained = {piece.name: named[piece.name] for piece in self.model.slices}
@@ -59,14 +59,15 @@ class BookKeeping:
         if mean.requires_grad:
             # Only what leads to recorded layers: the parameters' own `grad` is never written.
             mean.backward(inputs=recording.leaves)
-        with torch.no_grad():
-            return recording, finite_or_infinite(recording.finish())
+        return recording
 
     def _piece(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
-        recording, norms = self.record(inputs, targets)
+        recording = self.record(inputs, targets)
         with torch.no_grad():
+            measured = recording.finish()
             total = torch.zeros_like(self.model.weights)
-            factors = clip_factors(norms, clip_norm)
+            norms = finite_or_infinite(measured.squares, total.dtype)
+            factors = clip_factors(effective_norms(measured), clip_norm, total.dtype)
             views = self.model.named_views(total)
             for name, part in recording.weighted(factors):
                 views[name].copy_(part)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from adp2sgd.errors import ConfigError, PrivacyError
 from adp2sgd.flat import FlatModel
@@ -37,7 +37,7 @@ def build(
     model: FlatModel, loss: Loss, *, engine: str = "auto", copies: int = 1, piece: int | None = None,
     autocast: torch.dtype | None = None,
 ) -> Engine:  # fmt: skip
-    """An engine by name; `auto` takes the fastest that agrees with the loop on the first records it sees.
+    """An engine by name; `auto` takes the fastest that agrees with the loop on records made for that.
 
     `copies`: so many rows in a row are augmented copies of one record. `piece`: records processed at once (by default
     what fits in half of the free memory; set it where runs must agree to the bit). `autocast`: layers run in this type.
@@ -56,8 +56,8 @@ def build(
 class Automatic:
     """Engine that checks itself: book-keeping, then `torch.func`, then the loop, the first that agrees with the loop.
 
-    The check runs once, on up to three records of the first batch of at least two; smaller batches before it take the
-    loop. So a model that mixes its rows in a way that the rules cannot see never gets a wrong gradient.
+    The check runs once, at the first call, on three synthetic records, so the choice and its warning tell nothing of
+    the data. A model that mixes its rows in a way that the rules cannot see never gets a wrong gradient.
     """
 
     name = "auto"
@@ -76,8 +76,6 @@ class Automatic:
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
         """See `Engine.clipped_sum`."""
         if self.chosen is None:
-            if len(inputs) < 2 * self.copies:
-                return self.loop.clipped_sum(inputs, targets, clip_norm)
             self.chosen = self.choose(inputs, targets)
         try:
             return self.chosen.clipped_sum(inputs, targets, clip_norm)
@@ -87,10 +85,9 @@ class Automatic:
             return self.chosen.clipped_sum(inputs, targets, clip_norm)
 
     def choose(self, inputs: Tensor, targets: Tensor) -> Engine:
-        """The first engine that agrees with the loop on the first records of this batch."""
+        """The first engine that agrees with the loop on synthetic records; only shape and type of these are used."""
         refuse_batch_norm(self.model.module)
-        rows = min(len(inputs), PROBE_RECORDS * self.copies)
-        x, y = inputs[:rows], targets[:rows]
+        x, y = (synthetic(like, PROBE_RECORDS * self.copies) for like in (inputs, targets))
         for kind, engine in ((BookKeeping, self.bookkeeping), (Functional, self.functional)):
             reason = self._objection(kind, x, y)
             if not reason:
@@ -109,6 +106,8 @@ class Automatic:
         """
         for dtype, tolerance in ((torch.float64, 1e-6), (self.model.weights.dtype, 1e-2)):
             twin = FlatModel(copy.deepcopy(self.model.module).to(dtype).eval(), self.model.device)
+            # Layers that start at zero would hide what lies behind them.
+            twin.weights.add_(synthetic(twin.weights, len(twin.weights)) - 0.5, alpha=0.02)
             inputs, targets = (t.to(dtype) if t.is_floating_point() else t for t in (x, y))
             try:
                 expected = Loop(twin, self.loop.loss, copies=self.copies).clipped_sum(inputs, targets, float("inf"))
@@ -128,7 +127,7 @@ class Automatic:
     def _fit(self, x: Tensor, y: Tensor) -> None:
         """Records at once: what fits in half of the free memory, if a record needs twice what is recorded of it."""
         if self.piece is None and self.model.slices:
-            recording, _ = self.bookkeeping.record(x, y)
+            recording = self.bookkeeping.record(x, y)
             each = 2 * recording.held * self.copies // len(x)
             self.bookkeeping.piece = max(1, free_bytes(x.device) // 2 // max(1, each))
 
@@ -139,7 +138,7 @@ class Automatic:
 
 
 def explain(model: FlatModel, loss: Loss, inputs: Tensor, targets: Tensor, *, copies: int = 1) -> list[Row]:
-    """For each layer the rule that `auto` uses on a batch like this one, and why."""
+    """For each layer the rule that `auto` uses on a batch of this shape and type, and why."""
     engine = Automatic(model, loss, copies=copies)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -150,13 +149,24 @@ def explain(model: FlatModel, loss: Loss, inputs: Tensor, targets: Tensor, *, co
             Row(layer=name, parameters=n, rule=type(chosen).__name__.lower(), why=engine.reason)
             for name, n in sizes.items()
         ]
-    recording, _ = engine.bookkeeping.record(inputs, targets)
+    recording = engine.bookkeeping.record(*(synthetic(like, len(like)) for like in (inputs, targets)))
+    with torch.no_grad():
+        recording.finish()
     rows = []
     for piece in model.slices:
         use = recording.used(piece.name)
         rule, why = ("none", "the loss does not depend on it") if use is None else (use.rule, use.why)
         rows.append(Row(layer=piece.name, parameters=piece.end - piece.start, rule=rule, why=why))
     return rows
+
+
+def synthetic(like: Tensor, rows: int) -> Tensor:
+    """Random rows of the shape and type of `like`; integers are 0 or 1, which every vocabulary has."""
+    generator = Generator().manual_seed(0)
+    shape = (rows, *like.shape[1:])
+    if like.is_floating_point():
+        return torch.rand(shape, generator=generator, dtype=torch.float64).to(like)
+    return torch.randint(0, 2, shape, generator=generator).to(like)
 
 
 def refuse_batch_norm(module: nn.Module) -> None:

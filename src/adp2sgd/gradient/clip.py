@@ -1,33 +1,44 @@
-"""From norms to clip factors, and the arithmetic that all engines share."""
+"""From norms to clip factors: the arithmetic that all engines share."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-SLACK = 4e-6
-"""Relative room below the clip norm for rounding of norm and sum in float32."""
-COARSE_SLACK = 1e-3
-"""The same where products are taken in TF32, whose operands carry 11 bits."""
+from adp2sgd.gradient.rounding import ROUNDINGS, Measured
+
+SLACK = {torch.float32: 2.0**-21, torch.float64: 2.0**-40}
+"""Room below the clip norm, as a part of it: eight roundings of the norm, the factor and the product."""
+SUSPECT = 2.5e-4
+"""Above this ratio of doubt to norm (terms a thousand times the gradient) every single rounding is allowed for."""
+AT_ONCE = 1000
+"""Records summed in one product of the model's type; more are added up in float64."""
 
 
-def slack(device: torch.device) -> float:
-    """Room below the clip norm, as a part of it, that covers the rounding of the products on `device`."""
-    if device.type != "cuda":
-        return SLACK
-    return COARSE_SLACK if torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32 else SLACK
+def effective_norms(measured: Measured) -> Tensor:
+    """What the clip factors divide by [n]: the norms, and the doubt about each record's share of the sum.
+
+    Guarantee: at least the norm of that share, where rounding is as `Measured` says.
+    """
+    norms = measured.squares.clamp(min=0).sqrt()
+    if measured.doubt is None:
+        return norms
+    # Below SUSPECT roundings are no conspiracy; where a gradient is nearly all cancelled, weights may be made for it.
+    suspicion = (measured.doubt / (SUSPECT * norms)).nan_to_num(0.0).clamp(max=1.0)
+    return norms + measured.doubt * (1 + suspicion * max(0, measured.terms) / ROUNDINGS)
 
 
-def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
+def clip_factors(norms: Tensor, clip_norm: float, dtype: torch.dtype) -> Tensor:
     """What each record's gradient is multiplied with: at most 1; 0 where the norm is not finite.
 
     Guarantee: factor × norm is below `clip_norm`, with room for the rounding of the product.
     """
-    bound = clip_norm * (1 - slack(norms.device))
-    return torch.where(torch.isfinite(norms), (bound / norms).clamp(max=1.0), torch.zeros_like(norms))
+    norms = norms.double()
+    factors = (clip_norm * (1 - SLACK[dtype]) / norms).clamp(max=1.0)
+    return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms)).to(dtype)
 
 
-def finite_or_infinite(squares: Tensor) -> Tensor:
-    """Norms from their squares; infinite where the square is not a finite number."""
-    norms = squares.clamp(min=0).sqrt()
+def finite_or_infinite(squares: Tensor, dtype: torch.dtype) -> Tensor:
+    """Norms from their squares; infinite where the norm is not a finite number of this type."""
+    norms = squares.clamp(min=0).sqrt().to(dtype)
     return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, float("inf")))

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from adp2sgd.gradient.rules import Kept, compare, product
+from adp2sgd.gradient.rounding import Measured, as_multiplied, gram, lengths, reach, roundoff, squares
+from adp2sgd.gradient.rules import GRAM, compare, product
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Convolution:
         last = sum((size - 1) * step for size, step in zip(outputs.shape[2:], steps, strict=True))
         self.length = (self.fold - 1) * prod(self.grid) + last + 1
         self.held = inputs.numel() * inputs.element_size() + outputs.numel() * outputs.element_size()
+        self.formed = records * weight.numel() * 4
         self.cost = self._cost()
         self.rule = "ghost" if self.cost["ghost"] < self.cost["per-record"] else "per-record"
 
@@ -77,24 +79,37 @@ class Convolution:
         c, p = self.inputs.shape[1], self.outputs.shape[1] // groups
         area, phases = self.fold * prod(self.grid), len({phase for phase, _ in self.geometry.offsets(self.grid)})
         form = (self.length + TRAFFIC) * taps * c * p
-        grams = phases * area**2 * c + self.length**2 * (p + TRAFFIC * taps) * groups
+        grams = GRAM * (phases * area**2 * c + self.length**2 * (p + TRAFFIC * taps) * groups)
         plain_sum = self.fold * prod(self.outputs.shape[2:]) * taps * c * p
         return {"ghost": grams + plain_sum, "per-record": form * REPEAT[self.inputs.device.type]}
 
-    def squares(self) -> Tensor:
+    def measure(self) -> Measured:
+        self.inputs, self.outputs = as_multiplied(self.inputs, KIND), as_multiplied(self.outputs, KIND)
+        unit, terms = roundoff(self.inputs, KIND), self.fold * prod(self.outputs.shape[2:])
         if self.rule == "per-record":
-            return Kept(self.per_record()).squares()
-        gradient, length = self._flat_outputs(), self.length
-        gram_out = product(gradient, gradient.transpose(1, 2))
+            # A pixel is in at most as many patches as the kernel has positions.
+            patches = prod(self.geometry.kernel) * lengths(self._by_record(self.inputs))
+            doubt = unit * (patches * lengths(self._by_record(self.outputs))).sqrt()
+            return Measured(squares(self.per_record()), doubt, terms)
+        gram_in, gram_out = self._grams()
+        dots = (gram_in * gram_out).sum((1, 2)).view(self.n, -1).sum(1)
+        far = torch.linalg.vector_norm(reach(gram_in, gram_out).view(self.n, -1), dim=1)
+        return Measured(dots, unit * far, terms)
+
+    def _grams(self) -> tuple[Tensor, Tensor]:
+        """[n·groups, length, length] of the patches and of the gradients at the outputs, in float64."""
+        length = self.length
+        gram_out = gram(self._flat_outputs())
         gram_in = torch.zeros_like(gram_out)
         grams: dict[tuple[int, ...], Tensor] = {}
         for phase, start in self.geometry.offsets(self.grid):
             if phase not in grams:
-                pixels = self._flat_inputs(phase)
-                grams[phase] = product(pixels, pixels.transpose(1, 2))
+                grams[phase] = gram(self._flat_inputs(phase))
             gram_in += grams[phase][:, start : start + length, start : start + length]
-        dots: Tensor = torch.linalg.vecdot(gram_in.flatten(1), gram_out.flatten(1))
-        return dots.view(self.n, -1).sum(1)
+        return gram_in, gram_out
+
+    def _by_record(self, images: Tensor) -> Tensor:
+        return images.reshape(self.n, -1)
 
     def per_record(self) -> Tensor:
         groups, channels = self.geometry.groups, self.inputs.shape[1]
@@ -107,7 +122,7 @@ class Convolution:
     def weighted(self, factors: Tensor) -> Tensor:
         scale = factors.repeat_interleave(self.fold).view(-1, *[1] * (self.outputs.dim() - 1))
         x, w = self.inputs.to(factors.dtype), self.weight.to(factors.dtype)
-        return self.geometry.backward(self.outputs * scale, x, w, of_weight=True)
+        return self.geometry.backward(as_multiplied(self.outputs * scale, KIND), x, w, of_weight=True)
 
     def _side_by_side(self) -> Tensor:
         """All records' channels as the groups of one image: the library's weight gradient of that is each record's."""
@@ -185,6 +200,7 @@ class Convolution:
         return out.view(self.n * groups, -1, channels)
 
 
+KIND = "convolution"
 TRAFFIC = 30
 FEW_CHANNELS, FEW_PIXELS = 8, 64
 PER_RECORD = {"cpu": Convolution._side_by_side, "cuda": Convolution._shifts}

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.clip import clip_factors, finite_or_infinite
+from adp2sgd.gradient.clip import AT_ONCE, clip_factors, finite_or_infinite
 from adp2sgd.gradient.engine import Clipped
+from adp2sgd.gradient.rounding import squares
 from adp2sgd.task import Loss
 
 CHUNK_BYTES = 1 << 30
@@ -22,23 +23,26 @@ class Functional:
     def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1, chunk: int | None = None) -> None:
         self.model, self.loss, self.copies = model, loss, copies
         size = model.weights.numel() * model.weights.element_size()
-        self.chunk = chunk or max(1, CHUNK_BYTES // max(1, 3 * size))
+        self.chunk = min(AT_ONCE, chunk or max(1, CHUNK_BYTES // max(1, 3 * size)))
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
-        total = torch.zeros_like(self.model.weights)
-        norms = [total.new_zeros(0)]
+        dtype = self.model.weights.dtype
+        total = torch.zeros_like(self.model.weights, dtype=torch.float64)
+        norms = [self.model.weights.new_zeros(0)]
         rows = self.chunk * self.copies
         for start in range(0, len(inputs), rows):
             gradients = self._gradients(inputs[start : start + rows], targets[start : start + rows])
-            squares = sum((g.reshape(len(g), -1).square().sum(1) for g in gradients.values()), total.new_zeros(1))
-            norms.append(finite_or_infinite(squares))
-            factors = clip_factors(norms[-1], clip_norm)
+            whole = sum((squares(g) for g in gradients.values()), total.new_zeros(1))
+            norms.append(finite_or_infinite(whole, dtype))
+            factors = clip_factors(whole.sqrt(), clip_norm, dtype).where(
+                norms[-1].isfinite(), total.new_zeros(()).to(dtype)
+            )
             views = self.model.named_views(total)
             for name, gradient in gradients.items():
                 safe = torch.where(_along(factors, gradient) > 0, gradient, torch.zeros_like(gradient))
                 views[name].add_(torch.tensordot(factors, safe, dims=1))
-        return Clipped(total, torch.cat(norms))
+        return Clipped(total.to(dtype), torch.cat(norms))
 
     def _gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         module = self.model.module

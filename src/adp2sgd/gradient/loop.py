@@ -21,15 +21,16 @@ class Loop:
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
-        total = torch.zeros_like(self.model.weights)
+        dtype = self.model.weights.dtype
+        total = torch.zeros_like(self.model.weights, dtype=torch.float64)
         norms = []
         for start in range(0, len(inputs), self.copies):
             gradient = self.gradient(inputs[start : start + self.copies], targets[start : start + self.copies])
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             norms.append(norm.where(torch.isfinite(norm), torch.full_like(norm, float("inf"))))
             if torch.isfinite(norm):
-                total.add_(gradient * clip_factors(norm, clip_norm).to(gradient.dtype))
-        return Clipped(total, torch.stack(norms).to(total.dtype) if norms else total.new_zeros(0))
+                total.add_(gradient * clip_factors(norm, clip_norm, dtype))
+        return Clipped(total.to(dtype), torch.stack(norms).to(dtype) if norms else self.model.weights.new_zeros(0))
 
     def gradient(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The gradient of the mean loss over these rows, laid out like the model's weights."""

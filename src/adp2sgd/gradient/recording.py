@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from adp2sgd.gradient import layers, rules
 from adp2sgd.gradient.functions import HANDLERS
+from adp2sgd.gradient.rounding import Measured, together
 from adp2sgd.gradient.rules import UnsupportedError
 
 
@@ -28,7 +29,7 @@ class Source:
 
 
 class Recording(TorchFunctionMode):
-    """One forward and backward pass over `n` records. After it, `squares` and `uses` say all about the gradients;
+    """One forward and backward pass over `n` records. After it, `measured` and `uses` say all about the gradients;
     `held` counts the bytes that were recorded."""
 
     def __init__(self, parameters: Mapping[str, Tensor], constants: Iterable[Tensor], n: int) -> None:
@@ -43,23 +44,23 @@ class Recording(TorchFunctionMode):
         self.uses: dict[str, rules.Use] = {}
         self.small: dict[str, rules.Kept] = {}
         self.joined: rules.Joined | None = None
-        self.squares: list[Tensor] = []
+        self.measured: list[Measured] = []
         self.held = 0
         self.leaves = [self.token]
 
     # --- What the backward pass hands in ---
 
-    def finish(self) -> Tensor:
-        """The squared norm of each record's whole gradient [n]; call it after the backward pass."""
+    def finish(self) -> Measured:
+        """The norm of each record's whole gradient; call it after the backward pass."""
         for name, uses in self.waiting.items():
             if uses:
                 self._settle(name, uses[0] if len(uses) == 1 else rules.merge(uses))
         if self.small:
             self.joined = rules.Joined(self.small)
-            self.squares.append(self.joined.kept.squares())
-        if not self.squares:
-            return self.token.detach().new_zeros(self.n)
-        return torch.stack(self.squares).sum(0)
+            self.measured.append(self.joined.kept.measure())
+        if not self.measured:
+            return Measured(self.token.detach().new_zeros(self.n, dtype=torch.float64))
+        return together(self.measured)
 
     def weighted(self, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The weighted sum of the records' gradients, parameter by parameter; what was recorded is let go."""
@@ -78,8 +79,8 @@ class Recording(TorchFunctionMode):
         if isinstance(use, rules.Kept) and use.gradients.numel() <= rules.SMALL * self.n:
             self.small[name] = use
             return
-        squares, self.uses[name] = rules.settle(use)
-        self.squares.append(squares)
+        measured, self.uses[name] = rules.settle(use)
+        self.measured.append(measured)
 
     def emitter(self, tensor: Tensor | None) -> layers.Emit | None:
         """Where the use of this tensor is to be handed in; None if it is not trained."""

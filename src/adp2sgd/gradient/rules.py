@@ -1,7 +1,7 @@
 """What each use of a parameter knows: its per-record gradients, their squared norms, and their weighted sum.
 
-A rule holds a layer's input and the gradient at its output. The squared norm of a record's gradient comes from the
-gradient itself ("per-record") or from Gram matrices that never form it ("ghost"), whichever costs less.
+A rule holds a layer's input and the gradient at its output. The norm of a record's gradient comes from the gradient
+itself ("per-record") or from Gram matrices that never form it ("ghost"), whichever costs less.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from adp2sgd.gradient.rounding import Measured, as_multiplied, gram, lengths, reach, roundoff, squares
+
+GRAM = 2.5
+"""What a multiplication for a Gram matrix, in float64, costs beside one in float32."""
+MATMUL = "matmul"
 SMALL = 1 << 14
 """Per-record gradients of at most so many numbers are joined with others."""
 KEEP_BYTES = 1 << 28
@@ -23,16 +28,17 @@ class UnsupportedError(Exception):
 
 
 class Use(Protocol):
-    """One use of a parameter in a forward pass. `n` records; every method returns float32 (float64 for such models)."""
+    """One use of a parameter in a forward pass. `n` records; gradients are float32 (float64 for such models)."""
 
     rule: str
     held: int  # bytes
+    formed: int  # bytes of all per-record gradients; 0 where these are always held once formed
 
     @property
     def why(self) -> str: ...
 
-    def squares(self) -> Tensor:
-        """[n]: the squared norm of each record's gradient."""
+    def measure(self) -> Measured:
+        """The norms, if `weighted` then takes the sum."""
         ...
 
     def per_record(self) -> Tensor:
@@ -47,6 +53,8 @@ class Use(Protocol):
 class Kept:
     """The per-record gradients themselves: small ones, and those of parameters used in ways without a rule."""
 
+    formed = 0
+
     def __init__(self, gradients: Tensor, rule: str = "per-record") -> None:
         self.gradients, self.rule = gradients, rule
         self.held = gradients.numel() * gradients.element_size()
@@ -55,9 +63,8 @@ class Kept:
     def why(self) -> str:
         return f"{self.held / max(1, len(self.gradients)) / 1024:.0f} KiB for each record"
 
-    def squares(self) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(self.gradients.reshape(len(self.gradients), -1), dim=1)
-        return norms.square()
+    def measure(self) -> Measured:
+        return Measured(squares(self.gradients))
 
     def per_record(self) -> Tensor:
         return self.gradients
@@ -73,27 +80,32 @@ class Linear:
     def __init__(self, inputs: Tensor, outputs: Tensor) -> None:
         self.inputs, self.outputs = inputs, outputs
         t, d, p = inputs.shape[1], inputs.shape[2], outputs.shape[2]
-        self.cost = {"ghost": t * t * (d + p), "per-record": t * d * p}
-        self.rule = "ghost" if self.cost["ghost"] < self.cost["per-record"] else "per-record"
+        self.cost = {"ghost": GRAM * t * t * (d + p), "per-record": t * d * p}
+        # At a single position the norm is a product of two.
+        self.rule = "ghost" if t == 1 or self.cost["ghost"] < self.cost["per-record"] else "per-record"
         self.held = inputs.numel() * inputs.element_size() + outputs.numel() * outputs.element_size()
+        self.formed = len(inputs) * d * p * 4
 
     @property
     def why(self) -> str:
         return compare(self.cost)
 
-    def squares(self) -> Tensor:
-        x, g = self.inputs, self.outputs
-        if x.shape[1] == 1:
-            return Kept(_wide(x)).squares() * Kept(_wide(g)).squares()
-        if self.rule == "ghost":
-            return (product(x, x.transpose(1, 2)) * product(g, g.transpose(1, 2))).sum((1, 2))
-        return Kept(self.per_record()).squares()
+    def measure(self) -> Measured:
+        self.inputs, self.outputs = as_multiplied(self.inputs, MATMUL), as_multiplied(self.outputs, MATMUL)
+        x, g, t, unit = self.inputs, self.outputs, self.inputs.shape[1], roundoff(self.inputs, MATMUL)
+        if t == 1:
+            found = lengths(x) * lengths(g)
+            return Measured(found, unit * found.sqrt(), 1)
+        if self.rule == "per-record":
+            return Measured(squares(self.per_record()), unit * (lengths(x) * lengths(g)).sqrt(), t)
+        gram_in, gram_out = gram(x), gram(g)
+        return Measured((gram_in * gram_out).sum((1, 2)), unit * reach(gram_in, gram_out), t)
 
     def per_record(self) -> Tensor:
         return product(self.outputs.transpose(1, 2), self.inputs)
 
     def weighted(self, factors: Tensor) -> Tensor:
-        scaled = _wide(self.outputs) * factors[:, None, None]
+        scaled = as_multiplied(_wide(self.outputs) * factors[:, None, None], MATMUL)
         return scaled.flatten(0, 1).t() @ _wide(self.inputs).flatten(0, 1)
 
     def joined(self, other: Linear) -> Linear:
@@ -105,6 +117,7 @@ class Embedding:
     """weight [vocabulary, d]: `tokens` [n, t] (those without a gradient are −1), `outputs` (gradients) [n, t, d]."""
 
     rule = "ghost"
+    formed = 0
 
     def __init__(self, tokens: Tensor, outputs: Tensor, vocabulary: int) -> None:
         self.tokens, self.outputs, self.vocabulary = tokens, outputs, vocabulary
@@ -114,10 +127,11 @@ class Embedding:
     def why(self) -> str:
         return f"only {self.tokens.shape[1]} of {self.vocabulary} rows are read"
 
-    def squares(self) -> Tensor:
-        g = self.outputs
-        same = self.tokens[:, :, None] == self.tokens[:, None, :]
-        return (product(g, g.transpose(1, 2)) * (same & (self.tokens >= 0)[:, :, None])).sum((1, 2))
+    def measure(self) -> Measured:
+        same = (self.tokens[:, :, None] == self.tokens[:, None, :]) & (self.tokens >= 0)[:, :, None]
+        grams = gram(self.outputs) * same
+        terms = grams.diagonal(dim1=1, dim2=2).sqrt().sum(1)
+        return Measured(grams.sum((1, 2)), roundoff(self.outputs) * terms, self.tokens.shape[1])
 
     def per_record(self) -> Tensor:
         n, _, d = self.outputs.shape
@@ -135,26 +149,32 @@ class Embedding:
 
     def cross(self, head: Linear) -> Tensor:
         """[n]: inner product of a record's gradients of this table and of a Linear layer with the same weight."""
-        picked = _wide(head.outputs).transpose(1, 2)  # [n, vocabulary, s]
+        picked = head.outputs.transpose(1, 2)  # [n, vocabulary, s]
         rows = self.tokens.clamp(min=0)[:, :, None].expand(-1, -1, picked.shape[2])
-        picked = picked.gather(1, rows) * (self.tokens >= 0)[:, :, None]
-        return (product(self.outputs, head.inputs.transpose(1, 2)) * picked).sum((1, 2))
+        picked = picked.gather(1, rows).double() * (self.tokens >= 0)[:, :, None]
+        return (torch.bmm(self.outputs.double(), head.inputs.double().transpose(1, 2)) * picked).sum((1, 2))
 
 
 class Tied:
     """An embedding table that is also the weight of a Linear layer: neither gradient is formed per record."""
 
     rule = "ghost, with cross terms"
+    formed = 0
 
     def __init__(self, table: Embedding, head: Linear) -> None:
         self.table, self.head, self.held = table, head, table.held + head.held
+        head.rule = "ghost"
 
     @property
     def why(self) -> str:
         return f"one table as embedding and as output layer; {self.table.why}"
 
-    def squares(self) -> Tensor:
-        return self.table.squares() + self.head.squares() + 2 * self.table.cross(self.head)
+    def measure(self) -> Measured:
+        table, head = self.table.measure(), self.head.measure()
+        found = table.squares + head.squares + 2 * self.table.cross(self.head)
+        assert table.doubt is not None
+        assert head.doubt is not None
+        return Measured(found, table.doubt + head.doubt, table.terms + head.terms)
 
     def per_record(self) -> Tensor:
         return self.table.per_record() + self.head.per_record()
@@ -167,27 +187,27 @@ class Derived:
     """A use of a tensor that is computed from a parameter; `pull` leads gradients [n, …] back to the parameter."""
 
     rule = "per-record"
+    formed = 0
     why = "the layer's weight is computed from the parameter"
 
     def __init__(self, use: Use, pull: Callable[[Tensor], Tensor]) -> None:
         self.use, self.pull, self.held = use, pull, use.held
 
-    def squares(self) -> Tensor:
-        return Kept(self.per_record()).squares()
+    def measure(self) -> Measured:
+        return Kept(self.per_record()).measure()
 
     def per_record(self) -> Tensor:
         return self.pull(self.use.per_record())
 
     def weighted(self, factors: Tensor) -> Tensor:
-        return self.pull(self.use.weighted(factors)[None])[0]
+        return Kept(self.per_record()).weighted(factors)
 
 
-def settle(use: Use, keep_bytes: int = KEEP_BYTES) -> tuple[Tensor, Use]:
-    """The squared norms, and what to hold for the sum: the per-record gradients if formed and small, else the use."""
-    if use.rule != "per-record" or isinstance(use, Kept):
-        return use.squares(), use
-    kept = Kept(use.per_record())
-    return kept.squares(), (kept if kept.held <= max(keep_bytes, use.held) else use)
+def settle(use: Use, keep_bytes: int = KEEP_BYTES) -> tuple[Measured, Use]:
+    """The norms, and what to hold for the sum: the per-record gradients if formed and small, else the use."""
+    if use.rule == "per-record" and use.formed <= max(keep_bytes, use.held):
+        use = Kept(use.per_record())
+    return use.measure(), use
 
 
 class Joined:

@@ -287,6 +287,11 @@ CLAIMS = [
         judge=lambda records: _slow_down(records, _full, 10.0, "processes"),
     ),
     Claim(
+        text="The same in the small form, with 4 processes", paper="×10 and about ×1",
+        study="case2", command="adp2sgd reproduce case2 --quick --processes",
+        judge=lambda records: _slow_down(records, _small, 10.0, "processes"),
+    ),
+    Claim(
         text="Case III: with batch and learning rate doubled SYNC collapses and the asynchronous algorithm converges",
         paper="SYNC at chance, asynchronous converges (EfficientNet-B0)",
         study="case3", command="adp2sgd reproduce case3", judge=_collapse,

@@ -29,7 +29,7 @@ def cells(choice: Choice) -> list[Cell]:
     words = device_name(str(device)).split(",", maxsplit=1)[0]
     place = "".join(c if c.isalnum() else " " for c in words).split()
     names = choice.models or (QUICK if choice.quick else tuple(paper.MODELS))
-    batch = 8 if choice.quick else None
+    batch = 8 if choice.quick else 32 if device.type == "cpu" else None
     form = {"form": "quick" if choice.quick else ""}
     return [
         Cell(

@@ -60,8 +60,9 @@ def _small(base: Config, family: str) -> Config:
     return small.replace(
         task="adp2sgd.reproduce.training:digit_rows",
         batch_size=8,
+        epochs=3.0,
         options=options,
-        optimizer=stretched(base.optimizer, 5 / 20),
+        optimizer=stretched(base.optimizer, 3 / 20),
     )
 
 
@@ -108,7 +109,7 @@ def cell(
         optimizer=stretched(base.optimizer, epochs / base.epochs),
         evaluate_every=max(1.0, epochs / POINTS),
         checkpoint_every=max(5.0, epochs / 4),
-        speeds=speeds.replace(pad=choice.processes, step_s=0.05 if choice.processes else 1.0),
+        speeds=speeds.replace(pad=choice.processes, step_s=_nominal(choice)),
     )
     settings = _private(settings, noise) if choice.private else settings.replace(privacy=_noise(noise))
     if large_batch:
@@ -124,6 +125,13 @@ def cell(
         "seed": seed,
     }
     return Cell(study=study, identity=identity, measure=partial(_measure, settings, choice.processes))
+
+
+def _nominal(choice: Choice) -> float:
+    """Seconds of a normal step: long enough that sixteen real learners can share one GPU without slowing each other."""
+    if not choice.processes:
+        return 1.0
+    return 0.1 if choice.quick else 0.2
 
 
 def _noise(sigma: float) -> Privacy:

@@ -1,0 +1,100 @@
+"""How far rounding may carry a record's share of the sum from the gradient whose norm was taken.
+
+A neighbour may send weights for which a record's terms x_t ⊗ g_t cancel: the gradient is then small, its terms are
+not, and their rounding is all that is left. So squares come from Gram matrices in float64, and each norm carries a
+`doubt` in proportion to S = Σ_t ‖x_t‖‖g_t‖, which the clip factor allows for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROUNDINGS = 4
+"""So many roundings of S are allowed for in every sum; those of a sum's terms have both signs and mostly cancel."""
+BLOCK = 256
+"""So many squares are added in float32, further ones in float64: a long float32 sum loses up to 1e-3 of itself."""
+GRAM_BYTES = 1 << 26
+"""Operands are widened to float64 in portions of about this size."""
+TENSOR_FLOAT = 2.0**-11
+"""Half a unit of TF32, in which a GPU may multiply float32 numbers."""
+HALF = 3 * 2.0**-8
+"""The same for bfloat16, to which a CPU may round three factors if precision "medium" is asked of it."""
+TRANSFORMED = 64 * 2.0**-24
+"""What convolution by Winograd's or Fourier's transform may add, which cuDNN is free to choose."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Of each record's gradient [n], in float64: `squares`, its squared norm, and `doubt`, how far its share of the sum
+    may lie from it by rounding (a norm; None where the sum is of the very values whose norm was taken).
+
+    `doubt` counts `ROUNDINGS` roundings; in the worst case there are as many as `terms`.
+    """
+
+    squares: Tensor
+    doubt: Tensor | None = None
+    terms: int = 0
+
+
+def together(parts: list[Measured]) -> Measured:
+    """The parameters' gradients as one vector. A square is never negative, so none hides another."""
+    squares = torch.stack([part.squares for part in parts]).clamp(min=0).sum(0)
+    doubts = [part.doubt for part in parts if part.doubt is not None]
+    doubt = torch.linalg.vector_norm(torch.stack(doubts), dim=0) if doubts else None
+    return Measured(squares, doubt, max(part.terms for part in parts))
+
+
+def roundoff(operand: Tensor, kind: str = "") -> float:
+    """Rounding error of a sum of products with this operand, relative to S. `kind`: "matmul", "convolution" or none."""
+    if operand.dtype == torch.float64:
+        return ROUNDINGS * 2.0**-53
+    fine = ROUNDINGS * 2.0**-24
+    if not kind:
+        return fine
+    if operand.is_cuda:
+        return fine + (TENSOR_FLOAT if _tensor_float(kind) else TRANSFORMED if kind == "convolution" else 0.0)
+    return fine if torch.get_float32_matmul_precision() == "highest" else HALF
+
+
+def as_multiplied(operand: Tensor, kind: str) -> Tensor:
+    """The values that a product of this kind reads: rounded where it would drop the low bits of float32."""
+    if not operand.is_cuda or operand.dtype != torch.float32 or not _tensor_float(kind):
+        return operand
+    return operand.view(torch.int32).add(0x1000).bitwise_and_(-0x2000).view(torch.float32)
+
+
+def _tensor_float(kind: str) -> bool:
+    return torch.backends.cudnn.allow_tf32 if kind == "convolution" else torch.backends.cuda.matmul.allow_tf32
+
+
+def squares(gradients: Tensor) -> Tensor:
+    """[n]: squared norms of gradients [n, …], to 3e-7 of themselves."""
+    rows = gradients.reshape(len(gradients), -1)
+    whole = rows.shape[1] // BLOCK * BLOCK if rows.dtype != torch.float64 else 0
+    rest = lengths(rows[:, whole:])
+    if not whole:
+        return rest
+    blocks: Tensor = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, BLOCK)), dim=2, dtype=torch.float32)
+    return blocks.double().square_().sum(1).add_(rest)
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """[n]: Σ_t ‖x_t‖² of rows [n, …], in float64, where nothing under- or overflows."""
+    found: Tensor = torch.linalg.vector_norm(rows.reshape(len(rows), -1).double(), dim=1)
+    return found.square_()
+
+
+def gram(rows: Tensor) -> Tensor:
+    """[n, t, t]: inner products of the rows [n, t, d] of each record, in float64."""
+    portion = max(1, GRAM_BYTES // (8 * rows.shape[1] * rows.shape[2]))
+    found = [torch.bmm(wide, wide.transpose(1, 2)) for wide in (part.double() for part in rows.split(portion))]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def reach(gram_in: Tensor, gram_out: Tensor) -> Tensor:
+    """[n]: S = Σ_t ‖x_t‖‖g_t‖ from both Gram matrices."""
+    diagonals = [grams.diagonal(dim1=1, dim2=2) for grams in (gram_in, gram_out)]
+    return (diagonals[0] * diagonals[1]).sqrt().sum(1)
