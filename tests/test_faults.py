@@ -27,7 +27,10 @@ from adp2sgd.record import Folder, Run
 from conftest import ROOT
 from faults import Draws, Faults, alive, learner_processes
 
-FALL = 0.95  # of the rate before the fault; measured on two loaded cores: 0.96 to 1.01
+
+pytestmark = pytest.mark.processes
+
+FALL = 0.95  # of the rate before the fault; steps sleep, so that two cores suffice
 SLEEPY = Config(
     task="faults:counted_blobs",
     learners=4,

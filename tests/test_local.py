@@ -25,6 +25,9 @@ from adp2sgd.record import Folder, read_result
 from adp2sgd.task import resolve
 from conftest import adp2sgd, make_learner
 
+
+pytestmark = pytest.mark.processes
+
 SLEEPY = Config(
     task="quadratic",
     learners=4,

@@ -83,7 +83,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 def print_run(run: Run) -> None:
     """A run's result: one line for the whole, one row per learner, and what its privacy is worth."""
     print(
-        f"{run.task} {run.algorithm}: {quality(run.accuracy, run.loss)} after {run.epochs:g} epochs "
+        f"{run.task} {run.algorithm}: {quality(run.accuracy, run.loss)} after {run.epochs:.4g} epochs "
         f"({run.global_steps:,} steps) in {run.seconds:,.1f} s ({run.clock}); consensus {run.consensus:.3g}"
     )
     columns = ["learner", "steps", "share", "staleness mean / max", "exchanges", "busy", "quality"]

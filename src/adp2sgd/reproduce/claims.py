@@ -52,16 +52,30 @@ def _full(records: Sequence[Record]) -> list[Record]:
 
 
 def _small(records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if r["cell"].get("form") == "quick"]
+    return [r for r in records if r["cell"].get("form") == "quick" and "z" not in r["cell"]]
 
 
-def _gaps(records: Sequence[Record]) -> dict[float, tuple[float, Record, Record]]:
-    """noise → (asynchronous − SYNC, the two records), over pairs that are complete."""
-    found = {}
+@dataclass
+class Gap:
+    """Asynchronous − SYNC at one noise, for each seed, and the records."""
+
+    values: list[float]
+    files: list[Record]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+def _gaps(records: Sequence[Record]) -> dict[float, Gap]:
+    """By noise, over pairs that are complete."""
+    found: dict[float, Gap] = {}
     for key, pair in pairs_of(records).items():
         ours = quality(pair.get("sync")), quality(pair.get("adpsgd"))
         if ours[0] is not None and ours[1] is not None:
-            found[key[3]] = (ours[1] - ours[0], pair["sync"], pair["adpsgd"])
+            gap = found.setdefault(key[3], Gap([], []))
+            gap.values.append(ours[1] - ours[0])
+            gap.files += [pair["sync"], pair["adpsgd"]]
     return found
 
 
@@ -97,13 +111,17 @@ def _comparable_loss(records: Sequence[Record]) -> Finding | None:
     return _compared(_gaps(_full(records)), 0.05, 4)
 
 
-def _compared(gaps: dict[float, tuple[float, Record, Record]], allowed: float, needed: int) -> Finding | None:
+def _compared(gaps: dict[float, Gap], allowed: float, needed: int) -> Finding | None:
     if len(gaps) < needed:
         return None
-    within = [abs(gap) <= allowed for gap, _, _ in gaps.values()]
+    within = [abs(gap.mean) <= allowed for gap in gaps.values()]
     verdict = HOLDS if all(within) else PARTLY if any(within) else FAILS
-    text = "async − SYNC " + ", ".join(f"{gap:+.2f} at σ = {noise:g}" for noise, (gap, _, _) in gaps.items())
-    return Finding(text, verdict, [record for _, *pair in gaps.values() for record in pair])
+    parts = []
+    for noise, gap in gaps.items():
+        seeds = f" (mean of {len(gap.values)} seeds)" if len(gap.values) > 1 else ""
+        parts.append(f"{gap.mean:+.2f} at σ = {noise:g}{seeds}")
+    files = [record for gap in gaps.values() for record in gap.files]
+    return Finding("async − SYNC " + ", ".join(parts), verdict, files)
 
 
 def _slow_down(records: Sequence[Record], form: Callable[[Sequence[Record]], list[Record]], factor: float,

@@ -65,11 +65,12 @@ def filled(text: str, out: Path) -> str:
 
 
 def figures(study: Study, records: Sequence[Record], folder: Path) -> list[Path]:
-    """One picture per model and form: quality against epochs or time, a line per algorithm and noise."""
-    groups: dict[tuple[str, str], list[Record]] = {}
+    """One picture per form, model and engine: quality against epochs or time, a line per algorithm and noise."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records if study.x else ():
         if record["curve"]["epoch"]:
-            groups.setdefault((record["cell"]["form"], record["cell"]["model"]), []).append(record)
+            cell = record["cell"]
+            groups.setdefault((cell["form"], cell["model"], cell["engine"]), []).append(record)
     return [_figure(study, group, folder / f"{'-'.join(filter(None, key))}.png") for key, group in groups.items()]
 
 
@@ -91,7 +92,7 @@ def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
     axes.legend(fontsize="x-small", ncols=2)
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=80, metadata={"Software": None})
     return path
 
 
