@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import adp2sgd
 
 from adp2sgd import cli
+from conftest import adp2sgd
 
 
 class Command:

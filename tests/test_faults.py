@@ -27,7 +27,6 @@ from adp2sgd.record import Folder, Run
 from conftest import ROOT
 from faults import Draws, Faults, alive, learner_processes
 
-
 pytestmark = pytest.mark.processes
 
 FALL = 0.95  # of the rate before the fault; steps sleep, so that two cores suffice

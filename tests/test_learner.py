@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import make_learner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from adp2sgd.data.records import Records
 from adp2sgd.exchange.protocol import Answer, Busy, Commit, Exchange, Message, Request
 from adp2sgd.flat import FlatModel
 from adp2sgd.task import Task, resolve
+from conftest import make_learner
 
 
 class Odd(nn.Module):

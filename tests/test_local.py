@@ -25,7 +25,6 @@ from adp2sgd.record import Folder, read_result
 from adp2sgd.task import resolve
 from conftest import adp2sgd, make_learner
 
-
 pytestmark = pytest.mark.processes
 
 SLEEPY = Config(

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import adp2sgd, make_learner
 
 from adp2sgd import config, topology
 from adp2sgd.config import Config, Data, Network, Optimizer, Speeds, Topology
@@ -27,6 +26,7 @@ from adp2sgd.errors import DivergedError, RunError
 from adp2sgd.exchange.protocol import Exchange
 from adp2sgd.record import Folder, read_result
 from adp2sgd.task import resolve
+from conftest import adp2sgd, make_learner
 
 
 def build(settings: Config, path: Path) -> Asynchronous:
@@ -138,7 +138,7 @@ def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) 
     [("ring", 5, "neighbour"), ("complete", 6, "neighbour"), ("ring", 8, "sender-receiver")],
 )
 def test_one_exchange_contracts_the_second_eigenvector_by_rho(graph: str, learners: int, partner: str) -> None:
-    """12,000 exchanges from the second eigenvector; 1 − ρ within 5 % (over 4 standard errors: false alarms below 1e-4)."""
+    """12,000 exchanges from the second eigenvector; 1 − ρ within 5 %: over 4 standard errors (false alarms below 1e-4)."""
     built = topology.build(Topology(graph=graph, partner=partner), learners)
     values, vectors = np.linalg.eigh(built.expected_square())
     vector = torch.from_numpy(vectors[:, -2].copy())

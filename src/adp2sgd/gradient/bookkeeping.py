@@ -18,8 +18,8 @@ from adp2sgd.task import Loss
 class BookKeeping:
     """Engine for models whose parameters are used in ways that `recording` has rules for.
 
-    `piece`: at most so many records (and 1,000) are processed at once. `autocast`: run layers in that type; norms and sums stay
-    in float32 and are of the same values. Raises `UnsupportedError` where there is no rule.
+    `piece`: at most so many records (and `AT_ONCE`) are processed at once. `autocast`: run layers in that type; norms
+    and sums are of the same values. Raises `UnsupportedError` where there is no rule.
     """
 
     name = "book-keeping"
@@ -36,7 +36,8 @@ class BookKeeping:
         if records == 0 or not self.model.slices:
             zeros = torch.zeros_like(self.model.weights)
             return Clipped(zeros, zeros.new_zeros(records))
-        rows = min(self.piece or AT_ONCE, AT_ONCE) * self.copies
+        most = AT_ONCE[self.model.device.type]
+        rows = min(self.piece or most, most) * self.copies
         if len(inputs) <= rows:
             return self._piece(inputs, targets, clip_norm)
         total, norms = torch.zeros_like(self.model.weights, dtype=torch.float64), []

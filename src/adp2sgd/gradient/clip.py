@@ -11,8 +11,8 @@ SLACK = {torch.float32: 2.0**-21, torch.float64: 2.0**-40}
 """Room below the clip norm, as a part of it: eight roundings of the norm, the factor and the product."""
 SUSPECT = 2.5e-4
 """Above this ratio of doubt to norm (terms a thousand times the gradient) every single rounding is allowed for."""
-AT_ONCE = 1000
-"""Records summed in one product of the model's type; more are added up in float64."""
+AT_ONCE = {"cpu": 128, "cuda": 1000}
+"""Records summed in one product of the model's type; more are added up in float64. A GPU's sums are trees."""
 
 
 def effective_norms(measured: Measured) -> Tensor:

@@ -98,6 +98,9 @@ class Convolution:
 
     def _grams(self) -> tuple[Tensor, Tensor]:
         """[n·groups, length, length] of the patches and of the gradients at the outputs, in float64."""
+        if self.fold == 1 and prod(self.outputs.shape[2:]) <= FEW_PIXELS:
+            patches = self._copied().transpose(1, 2)
+            return gram(patches), gram(self.outputs.reshape(len(patches), -1, patches.shape[1]).transpose(1, 2))
         length = self.length
         gram_out = gram(self._flat_outputs())
         gram_in = torch.zeros_like(gram_out)
@@ -115,7 +118,8 @@ class Convolution:
         groups, channels = self.geometry.groups, self.inputs.shape[1]
         if 1 < groups == channels:
             return self._side_by_side()
-        if channels // groups < FEW_CHANNELS or prod(self.outputs.shape[2:]) <= FEW_PIXELS:
+        few = channels // groups < FEW_CHANNELS or prod(self.outputs.shape[2:]) <= FEW_PIXELS
+        if few or (self.inputs.is_cuda and (prod(self.geometry.stride) > 1 or prod(self.geometry.kernel) == 1)):
             return self._patches()
         return PER_RECORD[self.inputs.device.type](self)
 
@@ -143,6 +147,17 @@ class Convolution:
 
     def _patches(self) -> Tensor:
         """One batched matrix product with the patches, copied: for few channels or pixels."""
+        patches = self._copied()
+        gradient = self.outputs.reshape(len(patches), -1, patches.shape[2])
+        if patches.shape[1] <= 64:  # the longer side first is faster
+            out = product(patches, gradient.transpose(1, 2)).transpose(1, 2)
+        else:
+            out = product(gradient, patches.transpose(1, 2))
+        by_record = out.reshape(self.n, self.fold, *self.weight.shape)
+        return by_record.sum(1) if self.fold > 1 else by_record[:, 0]
+
+    def _copied(self) -> Tensor:
+        """[n·fold·groups, c/groups·kernel, outputs]: what each output sees."""
         g, groups = self.geometry, self.geometry.groups
         x = F.pad(self.inputs, [a for pad in reversed(g.padding) for a in (pad, pad)])
         strides = x.stride()[2:]
@@ -150,14 +165,7 @@ class Convolution:
         over_outputs = [step * s for step, s in zip(strides, g.stride, strict=True)]
         size = (*x.shape[:2], *g.kernel, *self.outputs.shape[2:])
         view = x.as_strided(size, (*x.stride()[:2], *over_kernel, *over_outputs))
-        patches = view.reshape(len(x) * groups, -1, prod(self.outputs.shape[2:]))
-        gradient = self.outputs.reshape(len(x) * groups, -1, patches.shape[2])
-        if patches.shape[1] <= 64:  # the longer side first is faster
-            out = product(patches, gradient.transpose(1, 2)).transpose(1, 2)
-        else:
-            out = product(gradient, patches.transpose(1, 2))
-        by_record = out.reshape(self.n, self.fold, *self.weight.shape)
-        return by_record.sum(1) if self.fold > 1 else by_record[:, 0]
+        return view.reshape(len(x) * groups, -1, prod(self.outputs.shape[2:]))
 
     def _slices(self) -> Iterator[Tensor]:
         phases: dict[tuple[int, ...], Tensor] = {}
@@ -203,6 +211,6 @@ class Convolution:
 KIND = "convolution"
 TRAFFIC = 30
 FEW_CHANNELS, FEW_PIXELS = 8, 64
-PER_RECORD = {"cpu": Convolution._side_by_side, "cuda": Convolution._shifts}
+PER_RECORD = {"cpu": Convolution._side_by_side, "cuda": Convolution._side_by_side}
 REPEAT = {"cpu": 1.2, "cuda": 2.0}
 """How much longer the per-record gradients take than the plain weight gradient of the same layer, measured."""

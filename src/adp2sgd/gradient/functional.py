@@ -23,7 +23,7 @@ class Functional:
     def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1, chunk: int | None = None) -> None:
         self.model, self.loss, self.copies = model, loss, copies
         size = model.weights.numel() * model.weights.element_size()
-        self.chunk = min(AT_ONCE, chunk or max(1, CHUNK_BYTES // max(1, 3 * size)))
+        self.chunk = min(AT_ONCE[model.device.type], chunk or max(1, CHUNK_BYTES // max(1, 3 * size)))
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
@@ -33,11 +33,8 @@ class Functional:
         rows = self.chunk * self.copies
         for start in range(0, len(inputs), rows):
             gradients = self._gradients(inputs[start : start + rows], targets[start : start + rows])
-            whole = sum((squares(g) for g in gradients.values()), total.new_zeros(1))
-            norms.append(finite_or_infinite(whole, dtype))
-            factors = clip_factors(whole.sqrt(), clip_norm, dtype).where(
-                norms[-1].isfinite(), total.new_zeros(()).to(dtype)
-            )
+            norms.append(finite_or_infinite(sum((squares(g) for g in gradients.values()), total.new_zeros(1)), dtype))
+            factors = clip_factors(norms[-1], clip_norm, dtype)
             views = self.model.named_views(total)
             for name, gradient in gradients.items():
                 safe = torch.where(_along(factors, gradient) > 0, gradient, torch.zeros_like(gradient))

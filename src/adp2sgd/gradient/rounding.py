@@ -16,8 +16,10 @@ ROUNDINGS = 4
 """So many roundings of S are allowed for in every sum; those of a sum's terms have both signs and mostly cancel."""
 BLOCK = 256
 """So many squares are added in float32, further ones in float64: a long float32 sum loses up to 1e-3 of itself."""
-GRAM_BYTES = 1 << 26
+GRAM_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 """Operands are widened to float64 in portions of about this size."""
+GRAM_WIDTH = 512
+"""A GPU takes longer inner products in pieces, so that all its processors have a part in them."""
 TENSOR_FLOAT = 2.0**-11
 """Half a unit of TF32, in which a GPU may multiply float32 numbers."""
 HALF = 3 * 2.0**-8
@@ -89,9 +91,20 @@ def lengths(rows: Tensor) -> Tensor:
 
 def gram(rows: Tensor) -> Tensor:
     """[n, t, t]: inner products of the rows [n, t, d] of each record, in float64."""
-    portion = max(1, GRAM_BYTES // (8 * rows.shape[1] * rows.shape[2]))
-    found = [torch.bmm(wide, wide.transpose(1, 2)) for wide in (part.double() for part in rows.split(portion))]
+    portion = max(1, GRAM_BYTES[rows.device.type] // (8 * rows.shape[1] * rows.shape[2]))
+    found = [_gram(part) for part in rows.split(portion)]
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _gram(rows: Tensor) -> Tensor:
+    whole = rows.shape[2] // GRAM_WIDTH * GRAM_WIDTH
+    if not rows.is_cuda or whole <= GRAM_WIDTH:
+        wide = rows.double()
+        return torch.bmm(wide, wide.transpose(1, 2))
+    pieces = rows[:, :, :whole].unflatten(2, (-1, GRAM_WIDTH)).transpose(1, 2)
+    wide = pieces.to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
+    found = torch.bmm(wide, wide.transpose(1, 2)).view(len(rows), -1, rows.shape[1], rows.shape[1]).sum(1)
+    return found if whole == rows.shape[2] else found.add_(_gram(rows[:, :, whole:]))
 
 
 def reach(gram_in: Tensor, gram_out: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adp2sgd.errors import ConfigError
+from adp2sgd.reproduce import paper
 from adp2sgd.reproduce.cells import Record, finished
 from adp2sgd.reproduce.claims import claims_table
 from adp2sgd.reproduce.studies import STUDIES, Study
@@ -65,12 +66,13 @@ def filled(text: str, out: Path) -> str:
 
 
 def figures(study: Study, records: Sequence[Record], folder: Path) -> list[Path]:
-    """One picture per form, model and engine: quality against epochs or time, a line per algorithm and noise."""
-    groups: dict[tuple[str, str, str], list[Record]] = {}
+    """One picture per form, model, engine and mode: quality against epochs or time, a line per algorithm and noise."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records if study.x else ():
         if record["curve"]["epoch"]:
             cell = record["cell"]
-            groups.setdefault((cell["form"], cell["model"], cell["engine"]), []).append(record)
+            mode = "private" if "z" in cell else ""
+            groups.setdefault((cell["form"], cell["model"], cell["engine"], mode), []).append(record)
     return [_figure(study, group, folder / f"{'-'.join(filter(None, key))}.png") for key, group in groups.items()]
 
 
@@ -79,7 +81,7 @@ def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    by_loss = records[0]["cell"]["model"] == "lstm"
+    by_loss = paper.family(records[0]["cell"]["model"]) == "speech"
     for record in records:
         cell, curve = record["cell"], record["curve"]
         values = curve["loss"] if by_loss else [100 * value for value in curve["accuracy"]]

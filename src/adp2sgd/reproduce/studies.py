@@ -38,8 +38,9 @@ def _grid(study: str, models: Sequence[str], noise: dict[str, Sequence[float]], 
 
 def _small_set(models: Sequence[str], choice: Choice) -> Sequence[str]:
     for model in models:
-        if model not in paper.MODELS:
-            raise ConfigError(f"--model {model} is not in the paper; use one of: {', '.join(paper.MODELS)}")
+        if model not in (*paper.MODELS, *paper.LAPTOP):
+            known = ", ".join((*paper.MODELS, *paper.LAPTOP))
+            raise ConfigError(f"--model {model} is unknown; use one of: {known}")
     return list({paper.family(m): m for m in models}.values()) if choice.quick else models
 
 

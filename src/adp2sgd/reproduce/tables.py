@@ -23,7 +23,7 @@ def quality(record: Record | None, key: str = "accuracy") -> float | None:
     """Accuracy in %, or the loss where the study is about speech; None where there is none."""
     if record is None or record.get("diverged"):
         return None
-    if record["cell"]["model"] == "lstm":
+    if paper.family(record["cell"]["model"]) == "speech":
         return record.get(key.replace("accuracy", "loss"))
     value = record.get(key)
     return None if value is None else 100 * value
@@ -57,7 +57,9 @@ def pairs_of(records: Iterable[Record]) -> dict[tuple[Any, ...], dict[str, Recor
 def shown(record: Record | None, key: str = "accuracy") -> str:
     if record is not None and record.get("diverged"):
         return "diverged"
-    return _text(quality(record, key), 3 if record is not None and record["cell"]["model"] == "lstm" else 2)
+    return _text(
+        quality(record, key), 3 if record is not None and paper.family(record["cell"]["model"]) == "speech" else 2
+    )
 
 
 def accuracy_table(title: str, records: Sequence[Record]) -> list[Table]:
@@ -67,7 +69,7 @@ def accuracy_table(title: str, records: Sequence[Record]) -> list[Table]:
         sync, asynchronous = pair.get("sync"), pair.get("adpsgd")
         known = paper.MODELS.get(model) if not form and letter == "σ" else None
         published = [known.result(noise, a, paper.family(model)) if known else None for a in paper.ALGORITHMS]
-        digits = 3 if model == "lstm" else 2
+        digits = 3 if paper.family(model) == "speech" else 2
         ours = quality(sync), quality(asynchronous)
         gap = None if None in ours else ours[1] - ours[0]  # type: ignore[operator]
         row = [model, f"{letter} = {noise:g}", f"{epochs:g}", str(seed), *(_text(p, digits) for p in published)]
@@ -83,7 +85,7 @@ def accuracy_table(title: str, records: Sequence[Record]) -> list[Table]:
 def _single(record: Record | None) -> str:
     if record is None or record.get("diverged"):
         return "–"
-    by_loss = record["cell"]["model"] == "lstm"
+    by_loss = paper.family(record["cell"]["model"]) == "speech"
     single = record["single_learners"]["loss" if by_loss else "accuracy"]
     factor, digits = (1, 3) if by_loss else (100, 2)
     return f"{factor * min(single):.{digits}f} … {factor * max(single):.{digits}f}"

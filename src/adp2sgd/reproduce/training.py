@@ -46,8 +46,11 @@ def recipe(model: str, choice: Choice) -> Config:
     base = config.load(experiments() / f"paper_{family}.toml").replace(device=choice.device)
     if choice.quick:
         return _small(base, family)
-    on_gpu = pick_device(choice.device).type == "cuda"
-    return base.replace(task=f"{family}/{model}", precision="bfloat16" if on_gpu else "float32")
+    precision = "bfloat16" if pick_device(choice.device).type == "cuda" else "float32"
+    if model == "lstm_small":
+        base = config.load(experiments() / "speech_small.toml").replace(device=choice.device, topology=base.topology)
+        return base.replace(precision=precision)
+    return base.replace(task=f"{family}/{model}", precision=precision)
 
 
 def _small(base: Config, family: str) -> Config:
