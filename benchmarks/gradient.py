@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import json
 import math
 import statistics
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import convolution
-from adp2sgd.gradient.choose import build
+from adp2sgd.gradient.choose import Automatic, build
 from adp2sgd.gradient.convolution import Convolution
 from adp2sgd.gradient.recording import Recording
 from adp2sgd.models import MODELS
@@ -92,6 +93,8 @@ def ours(engine: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]:
         model = FlatModel(module, options.device)
         autocast = torch.bfloat16 if options.bf16 else None
         taken = build(model, cross_entropy, engine=engine, autocast=autocast)
+        if isinstance(taken, Automatic):
+            taken.chosen = taken.choose(*batch)  # once in a run, before its first step
 
         def step() -> None:
             model.weights.add_(taken.clipped_sum(*batch, 1.0).total, alpha=-1e-3 / len(batch[0]))
@@ -222,6 +225,7 @@ def peak(name: str, options: argparse.Namespace) -> float:
         held = torch.cuda.memory_allocated()
         step(), step()
         return (torch.cuda.max_memory_allocated() - held) / 2**20
+    ctypes.CDLL(None).malloc_trim(0)  # what the preparation freed is not to be found again
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark starts anew
     before = resident("VmRSS")
     step(), step()

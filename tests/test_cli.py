@@ -1,4 +1,4 @@
-"""The command line: figures, errors in one line, exit codes. A few calls are real processes; the rest run in this one."""
+"""The command line: figures, errors in one line, exit codes. A few calls are real processes."""
 
 from __future__ import annotations
 

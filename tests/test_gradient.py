@@ -470,12 +470,13 @@ class Gain(nn.Module):
 
 
 def test_norms_of_long_gradients_and_sums_of_many_records():
-    """A float32 sum of 600,000 equal squares is 2e-4 too small; one of 4,096 records in line drifts."""
+    """A float32 sum of 600,000 equal squares is 2e-4 too small; one of 32,768 records in line drifts
+    by 3e-3. (The rounding of the result to float32 is left.)"""
     engine = BookKeeping(FlatModel(Gain()), lambda outputs, targets: outputs[:, 0])
     assert share(engine, torch.full((1, 600_000), 0.3), torch.zeros(1), torch.zeros(0, 600_000)) <= 1 + 1e-6
     engine = BookKeeping(FlatModel(nn.Linear(50, 10)), cross_entropy)
-    rows = 3 * torch.randn(1, 50) + 0.01 * torch.randn(4096, 50)
-    assert share(engine, rows[:1], torch.tensor([0]), rows[1:]) <= 1 + 1e-5
+    rows = 3 * torch.randn(1, 50) + 0.01 * torch.randn(32_768, 50)
+    assert share(engine, rows[:1], torch.tensor([0]), rows[1:]) <= 1 + 2e-4
 
 
 def test_the_choice_does_not_read_the_records():
@@ -605,6 +606,15 @@ def test_gpu_equals_cpu(name, rule, monkeypatch):
     found = BookKeeping(model, squared).clipped_sum(inputs.cuda(), targets.double().cuda(), 1.0)
     assert close(found.norms.cpu(), expected.norms, 1e-6)
     assert close(found.total.cpu(), expected.total, 2e-3)  # the slack where TF32 is allowed
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_gpu_lstm_is_not_left_to_the_loop():
+    model = FlatModel(MODELS["lstm"](inputs=6, classes=9, hidden=8, projection=4), "cuda")
+    engine = Automatic(model, cross_entropy)
+    engine.clipped_sum(torch.randn(3, 5, 6, device="cuda"), torch.zeros(3, 5, dtype=torch.long, device="cuda"), 1.0)
+    assert engine.chosen is engine.bookkeeping
 
 
 @pytest.mark.gpu

@@ -124,7 +124,7 @@ Deed = st.sampled_from(["ask", "carry", "update 0", "update 1", "update 2", "exp
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(Deed, st.integers(0, 2), st.integers(0, 2)), max_size=60))
 def test_exchanges_conserve_the_sum_whatever_happens_meanwhile(deeds: list[tuple[str, int, int]]) -> None:
-    """Three learners ask, answer and update in any order. Only a half-exchange may change the sum, and it is counted."""
+    """Three learners ask, answer and update in any order. Only a half-exchange may change the sum."""
     learners = [make_learner(k) for k in range(3)]
     exchanges = [Exchange(learner) for learner in learners]
     for k, learner in enumerate(learners):

@@ -138,7 +138,7 @@ def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) 
     [("ring", 5, "neighbour"), ("complete", 6, "neighbour"), ("ring", 8, "sender-receiver")],
 )
 def test_one_exchange_contracts_the_second_eigenvector_by_rho(graph: str, learners: int, partner: str) -> None:
-    """12,000 exchanges from the second eigenvector; 1 − ρ within 5 %: over 4 standard errors (false alarms below 1e-4)."""
+    """12,000 exchanges from the second eigenvector: 1 − ρ within 5 %, over 4 standard errors (false alarms < 1e-4)."""
     built = topology.build(Topology(graph=graph, partner=partner), learners)
     values, vectors = np.linalg.eigh(built.expected_square())
     vector = torch.from_numpy(vectors[:, -2].copy())

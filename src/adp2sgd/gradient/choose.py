@@ -105,9 +105,9 @@ class Automatic:
         model's own type where it insists on that.
         """
         for dtype, tolerance in ((torch.float64, 1e-6), (self.model.weights.dtype, 1e-2)):
-            twin = FlatModel(copy.deepcopy(self.model.module).to(dtype).eval(), self.model.device)
+            twin = FlatModel(still(copy.deepcopy(self.model.module).to(dtype)), self.model.device)
             # Layers that start at zero would hide what lies behind them.
-            twin.weights.add_(synthetic(twin.weights, len(twin.weights)) - 0.5, alpha=0.02)
+            twin.weights.add_(synthetic(twin.weights, len(twin.weights)).sub_(0.5), alpha=0.02)
             inputs, targets = (t.to(dtype) if t.is_floating_point() else t for t in (x, y))
             try:
                 expected = Loop(twin, self.loop.loss, copies=self.copies).clipped_sum(inputs, targets, float("inf"))
@@ -158,6 +158,16 @@ def explain(model: FlatModel, loss: Loss, inputs: Tensor, targets: Tensor, *, co
         rule, why = ("none", "the loss does not depend on it") if use is None else (use.rule, use.why)
         rows.append(Row(layer=piece.name, parameters=piece.end - piece.start, rule=rule, why=why))
     return rows
+
+
+def still(module: nn.Module) -> nn.Module:
+    """The module without dropout. cuDNN's recurrent layers have no backward pass outside training mode."""
+    module.eval()
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part.train()
+            part.dropout = 0.0
+    return module
 
 
 def synthetic(like: Tensor, rows: int) -> Tensor:

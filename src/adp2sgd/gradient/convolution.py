@@ -98,7 +98,7 @@ class Convolution:
 
     def _grams(self) -> tuple[Tensor, Tensor]:
         """[n·groups, length, length] of the patches and of the gradients at the outputs, in float64."""
-        if self.fold == 1 and prod(self.outputs.shape[2:]) <= FEW_PIXELS:
+        if self.inputs.is_cuda and self.fold == 1 and prod(self.outputs.shape[2:]) <= FEW_PIXELS:  # fewer kernels
             patches = self._copied().transpose(1, 2)
             return gram(patches), gram(self.outputs.reshape(len(patches), -1, patches.shape[1]).transpose(1, 2))
         length = self.length

@@ -29,7 +29,7 @@ class Loop:
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             norms.append(norm.where(torch.isfinite(norm), torch.full_like(norm, float("inf"))))
             if torch.isfinite(norm):
-                total.add_(gradient * clip_factors(norm, clip_norm, dtype))
+                total.add_(gradient, alpha=float(clip_factors(norm, clip_norm, dtype)))
         return Clipped(total.to(dtype), torch.stack(norms).to(dtype) if norms else self.model.weights.new_zeros(0))
 
     def gradient(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -26,26 +26,24 @@ def _row(texts: Sequence[str]) -> str:
     return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 
 
-def section(name: str, records: Sequence[Record], where: str) -> str:
-    """All tables of a study, full form first, each with the files that it was read off."""
-    parts = []
+def section(name: str, out: Path, where: str) -> str:
+    """All tables of a study, full form first, with the files that they were read off, and pictures (below `where`)."""
+    parts, records = [], finished(out, name)
     for form, words in (("", ""), ("quick", "Small form (`--quick`: handwritten digits, 4 learners)")):
         chosen = [record for record in records if record["cell"].get("form", "") == form]
         for table in STUDIES[name].tables(chosen) if chosen else []:
             parts += [words, markdown(table)] if words else [markdown(table)]
         if chosen:
-            parts.append(f"Files: `{where}/{name}/`: " + ", ".join(f"`{record['name']}`" for record in chosen))
+            parts.append(f"Files in `{name}/`: " + ", ".join(f"`{record['name']}.json`" for record in chosen))
+    parts += [f"![{picture.stem}]({where}/{name}/{picture.name})" for picture in sorted((out / name).glob("*.png"))]
     return "\n\n".join(parts) or f"No cell is finished yet: `adp2sgd reproduce {name}`."
 
 
 def write_page(name: str, out: Path) -> Path:
     """OUT/STUDY.md: everything that is finished, with its pictures."""
-    records = finished(out, name)
-    pictures = [f"![{path.stem}]({path.name})" for path in figures(STUDIES[name], records, out / name)]
-    pictures = [picture.replace("](", f"]({name}/") for picture in pictures]
+    figures(STUDIES[name], finished(out, name), out / name)
     page = out / f"{name}.md"
-    text = [f"# {STUDIES[name].title}", section(name, records, "."), *pictures]
-    page.write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    page.write_text(f"# {STUDIES[name].title}\n\n{section(name, out, '.')}\n", encoding="utf-8")
     return page
 
 
@@ -57,7 +55,7 @@ def filled(text: str, out: Path) -> str:
         if name == "claims":
             content = markdown(claims_table(out))
         elif name in STUDIES:
-            content = section(name, finished(out, name), "experiments/results")
+            content = section(name, out, "../experiments/results")
         else:
             raise ConfigError(f"the document asks for {name!r}; use claims or one of: {', '.join(STUDIES)}")
         return f"{BEGIN.format(name)}\n{content}\n{END}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from adp2sgd.reproduce import paper
 from adp2sgd.reproduce.cells import Record
@@ -33,25 +33,29 @@ def _text(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def pairs_of(records: Iterable[Record]) -> dict[tuple[Any, ...], dict[str, Record]]:
-    """(form, model, noise, variant, engine, epochs, seed) → algorithm → record, in the order of the paper's table."""
-    found: dict[tuple[Any, ...], dict[str, Record]] = {}
+class Setting(NamedTuple):
+    """A training cell's identity but for its algorithm. `letter`: σ for the paper's noise, z for a multiplier."""
+
+    form: str
+    model: str
+    letter: str
+    noise: float
+    variant: str
+    engine: str
+    epochs: float
+    seed: int
+
+
+def pairs_of(records: Iterable[Record]) -> dict[Setting, dict[str, Record]]:
+    """setting → algorithm → record, in the order of the paper's table."""
+    found: dict[Setting, dict[str, Record]] = {}
     for record in records:
-        c = record["cell"]
-        noise = c.get("sigma", c.get("z"))
-        key = (
-            c["form"],
-            c["model"],
-            "z" if "z" in c else "σ",
-            noise,
-            c["variant"],
-            c["engine"],
-            c["epochs"],
-            c["seed"],
-        )
-        found.setdefault(key, {})[c["algorithm"]] = record
+        cell = dict(record["cell"])
+        letter = "z" if "z" in cell else "σ"
+        algorithm, noise = cell.pop("algorithm"), cell.pop("z" if letter == "z" else "sigma")
+        found.setdefault(Setting(letter=letter, noise=noise, **cell), {})[algorithm] = record
     order = {name: number for number, name in enumerate(paper.MODELS)}
-    return dict(sorted(found.items(), key=lambda item: (order.get(item[0][1], 99), *map(str, item[0]))))
+    return dict(sorted(found.items(), key=lambda item: (order.get(item[0].model, 99), item[0])))
 
 
 def shown(record: Record | None, key: str = "accuracy") -> str:
@@ -104,7 +108,8 @@ def slow_table(records: Sequence[Record]) -> list[Table]:
         _, model, _, noise, variant, engine, epochs, seed = key
         if variant != "slow":
             continue
-        even = pairs.get((*key[:4], "even", *key[5:]), {})
+        even = pairs.get(key._replace(variant="even"), {})
+        level = _common_level([*pair.values(), *even.values()])
         for algorithm, record in pair.items():
             if algorithm not in even:
                 continue
@@ -112,10 +117,30 @@ def slow_table(records: Sequence[Record]) -> list[Table]:
             row = [model, engine or "simulated", f"{noise:g}", f"{epochs:g}", str(seed), algorithm]
             row += [f"{seconds_of(even[algorithm]):.1f}", f"{seconds_of(record):.1f}", f"{slow_down:.3f}"]
             row += [f"{least_slow_down(record):.3f}", shown(even[algorithm]), shown(record)]
+            row += [_text(time_to(record, level), 1), f"{abs(level):.{3 if paper.family(model) == 'speech' else 1}f}"]
             rows.append(row)
     columns = ["model", "learners", "σ", "epochs", "seed", "algorithm", "seconds, all equal", "seconds, one slow"]
     columns += ["slow-down", "least possible", "quality, all equal", "quality, one slow"]
+    columns += ["seconds to a common quality, one slow", "that quality"]
     return [Table(title="One slow learner: time for the same number of steps", columns=columns, rows=rows)]
+
+
+def _course(record: Record) -> list[float]:
+    if paper.family(record["cell"]["model"]) == "speech":
+        return [-value for value in record["curve"]["loss"]]
+    return [100 * value for value in record["curve"]["accuracy"]]
+
+
+def _common_level(records: Sequence[Record]) -> float:
+    """A quality that every run reaches before its end: 2 % short of the worst run's best. A loss counts negative."""
+    worst = min(max(_course(record), default=0.0) for record in records)
+    return worst - 0.02 * abs(worst)
+
+
+def time_to(record: Record, level: float) -> float | None:
+    """Seconds until the quality first reaches `level`, at the evaluation that saw it."""
+    times = zip(record["curve"]["seconds"], _course(record), strict=True)
+    return next((float(seconds) for seconds, value in times if value >= level), None)
 
 
 def seconds_of(record: Record) -> float:

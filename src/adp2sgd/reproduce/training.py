@@ -110,7 +110,7 @@ def cell(
         seed=seed,
         epochs=epochs,
         optimizer=stretched(base.optimizer, epochs / base.epochs),
-        evaluate_every=max(1.0, epochs / POINTS),
+        evaluate_every=max(min(1.0, epochs / 5), epochs / POINTS),
         checkpoint_every=max(5.0, epochs / 4),
         speeds=speeds.replace(pad=choice.processes, step_s=_nominal(choice)),
     )

@@ -1,0 +1,235 @@
+"""Verdicts on the paper's claims: each judge reads a study's records, and answers None while cells are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from adp2sgd.reproduce import paper
+from adp2sgd.reproduce.cells import Record
+from adp2sgd.reproduce.tables import least_slow_down, pairs_of, quality, seconds_of
+
+HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold"
+FULL_EPOCHS = 300.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Our figure for a claim, the verdict, and the files that both were read off."""
+
+    ours: str
+    verdict: str
+    files: Sequence[Record] = ()
+
+
+def full(records: Sequence[Record]) -> list[Record]:
+    return [r for r in records if not r["cell"].get("form") and "z" not in r["cell"]]
+
+
+def small(records: Sequence[Record]) -> list[Record]:
+    return [r for r in records if r["cell"].get("form") == "quick" and "z" not in r["cell"]]
+
+
+@dataclass
+class Gap:
+    """Asynchronous − SYNC at one noise, for each seed, and the records."""
+
+    values: list[float]
+    files: list[Record]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+def _gaps(records: Sequence[Record]) -> dict[float, Gap]:
+    """By noise, over pairs that are complete."""
+    found: dict[float, Gap] = {}
+    for key, pair in pairs_of(records).items():
+        ours = quality(pair.get("sync")), quality(pair.get("adpsgd"))
+        if ours[0] is not None and ours[1] is not None:
+            gap = found.setdefault(key.noise, Gap([], []))
+            gap.values.append(ours[1] - ours[0])
+            gap.files += [pair["sync"], pair["adpsgd"]]
+    return found
+
+
+def sync_level(records: Sequence[Record]) -> Finding | None:
+    """ResNet-18, SYNC, 300 epochs: at most 1.5 points below the paper."""
+    chosen = [
+        r for r in full(records)
+        if (r["cell"]["model"], r["cell"]["algorithm"], r["cell"]["epochs"]) == ("resnet18", "sync", FULL_EPOCHS)
+        and r["cell"]["sigma"] in (1, 2, 4)
+    ]  # fmt: skip
+    if len({r["cell"]["sigma"] for r in chosen}) < 3:
+        return None
+    short = []
+    for record in chosen:
+        published = paper.MODELS["resnet18"].result(record["cell"]["sigma"], "sync")
+        ours = quality(record)
+        short.append(100.0 if ours is None or published is None else published - ours)
+    verdict = HOLDS if max(short) <= 1.5 else PARTLY if min(short) <= 1.5 else FAILS
+    return Finding(", ".join(f"{quality(r) or 0:.2f} at σ = {r['cell']['sigma']:g}" for r in chosen), verdict, chosen)
+
+
+def comparable(records: Sequence[Record]) -> Finding | None:
+    """ResNet-18 at 300 epochs: |asynchronous − SYNC| at most 3 points at every noise."""
+    chosen = [r for r in full(records) if (r["cell"]["model"], r["cell"]["epochs"]) == ("resnet18", FULL_EPOCHS)]
+    return _compared(_gaps(chosen), 3.0, 3)
+
+
+def comparable_small(records: Sequence[Record]) -> Finding | None:
+    return _compared(_gaps(small(records)), 3.0, 4)
+
+
+def comparable_loss(model: str, records: Sequence[Record]) -> Finding | None:
+    return _compared(_gaps([r for r in full(records) if r["cell"]["model"] == model]), 0.05, 4, loss=True)
+
+
+def _compared(gaps: dict[float, Gap], allowed: float, needed: int, *, loss: bool = False) -> Finding | None:
+    """Accuracies may differ by `allowed` either way; a loss may be higher by `allowed`, and lower by anything."""
+    if len(gaps) < needed:
+        return None
+    within = [(gap.mean if loss else abs(gap.mean)) <= allowed for gap in gaps.values()]
+    verdict = HOLDS if all(within) else PARTLY if any(within) else FAILS
+    parts, digits = [], 3 if loss else 2
+    for noise, gap in gaps.items():
+        seeds = f" (mean of {len(gap.values)} seeds)" if len(gap.values) > 1 else ""
+        parts.append(f"{gap.mean:+.{digits}f} at σ = {noise:g}{seeds}")
+    files = [record for gap in gaps.values() for record in gap.files]
+    return Finding("async − SYNC " + ", ".join(parts), verdict, files)
+
+
+def slow_down(records: Sequence[Record], form: Callable[[Sequence[Record]], list[Record]], factor: float,
+               engine: str = "") -> Finding | None:  # fmt: skip
+    """SYNC slows by the slow learner's factor; ADPSGD by at most 1/0.85 of the least possible."""
+    chosen = [r for r in form(records) if r["cell"]["engine"] == engine]
+    pairs = pairs_of(chosen)
+    for key, pair in pairs.items():
+        even = pairs.get(key._replace(variant="even"), {})
+        if key.variant != "slow" or len(pair) < 2 or len(even) < 2:
+            continue
+        sync, asynchronous = (seconds_of(pair[a]) / seconds_of(even[a]) for a in paper.ALGORITHMS)
+        least = least_slow_down(pair["adpsgd"])
+        right = [abs(sync - factor) <= 0.05 * factor, asynchronous <= least / 0.85]
+        verdict = HOLDS if all(right) else PARTLY if any(right) else FAILS
+        text = f"SYNC ×{sync:.2f}, async ×{asynchronous:.2f} (least possible ×{least:.2f})"
+        return Finding(text, verdict, [even["sync"], pair["sync"], even["adpsgd"], pair["adpsgd"]])
+    return None
+
+
+def collapse(records: Sequence[Record]) -> Finding | None:
+    """With batch and learning rate doubled SYNC ends at chance (10 %) or diverges, and ADPSGD learns."""
+    for key, pair in pairs_of(full(records)).items():
+        if key.variant != "doubled" or paper.family(key.model) == "speech" or len(pair) < 2:
+            continue
+        ours = quality(pair["sync"]), quality(pair["adpsgd"])
+        right = [ours[0] is None or ours[0] < 15, ours[1] is not None and ours[1] > 50]
+        verdict = HOLDS if all(right) else PARTLY if right[0] else FAILS
+        words = ["diverged" if value is None else f"{value:.2f}" for value in ours]
+        return Finding(f"SYNC {words[0]}, async {words[1]}", verdict, list(pair.values()))
+    return None
+
+
+def sizes(records: Sequence[Record]) -> Finding | None:
+    chosen = {r["cell"]["model"]: r for r in full(records)}
+    if len(chosen) < len(paper.MODELS):
+        return None
+    equal = [chosen[name]["parameters"] == known.parameters for name, known in paper.MODELS.items()]
+    return Finding(f"{sum(equal)} of {len(equal)} equal", HOLDS if all(equal) else PARTLY, list(chosen.values()))
+
+
+def _rows(records: Sequence[Record], table: str) -> Record | None:
+    return next((r for r in records if table in (r["cell"].get("table"), r["cell"].get("part"))), None)
+
+
+def theorem_2(records: Sequence[Record]) -> Finding | None:
+    found = _rows(records, "theorem-2")
+    if found is None:
+        return None
+    rows = [row for row in found["rows"] if row["mu"] == "least σ"]
+    text = ", ".join(
+        f"claimed {row['claimed_epsilon']:g} is {row['neighbour_replace_one']:.1f} (K = {row['learners']})"
+        for row in rows
+    )
+    return Finding(
+        text, FAILS if any(r["neighbour_replace_one"] > r["claimed_epsilon"] for r in rows) else HOLDS, [found]
+    )
+
+
+def on_sum(records: Sequence[Record]) -> Finding | None:
+    found = _rows(records, "theorem-2")
+    if found is None:
+        return None
+    worst = min(row["neighbour_noise_on_sum"] for row in found["rows"])
+    return Finding(f"ε of at least {worst:,.0f} at every worked point", FAILS, [found])
+
+
+def remark(records: Sequence[Record]) -> Finding | None:
+    found = _rows(records, "remark")
+    if found is None:
+        return None
+    first = found["rows"][0]
+    text = f"first step: claimed {first['claimed_epsilon']:.3f}, truly {first['neighbour_replace_one']:.2f}"
+    return Finding(text, FAILS if first["neighbour_replace_one"] > first["claimed_epsilon"] else HOLDS, [found])
+
+
+def sigma(records: Sequence[Record]) -> Finding | None:
+    found = _rows(records, "paper-scale")
+    if found is None:
+        return None
+    text = ", ".join(f"{row['epsilon_pld']:.2f} at {row['noise_multiplier']:g}" for row in found["rows"])
+    return Finding(
+        f"with clipping and Poisson batches ε would be {text}; the paper's runs have neither", FAILS, [found]
+    )
+
+
+def even_shares(records: Sequence[Record]) -> Finding | None:
+    found = _rows(records, "shares")
+    if found is None:
+        return None
+    row = next(r for r in found["rows"] if "faster" in r["case"] and r["learner"] == "that one")
+    text = f"a learner 10 times faster spends ε = {row['epsilon']:.1f} where {row['epsilon_planned']:.1f} was planned"
+    return Finding(text, FAILS, [found])
+
+
+def proposition_steps(records: Sequence[Record]) -> Finding | None:
+    found = _rows(records, "propositions")
+    if found is None:
+        return None
+    row = next(r for r in found["rows"] if r["model"] == "resnet18" and r["epsilon"] == 9)
+    asked, least = row["steps_proposition_2"], row["least_steps_proposition_1"]
+    text = f"Proposition 2 asks for T = {asked:.0f}, Proposition 1 for at least {least:.2g}"
+    return Finding(text, FAILS, [found])
+
+
+def theorem_1_covers(records: Sequence[Record]) -> Finding | None:
+    found = _rows(records, "conditions")
+    if found is None:
+        return None
+    row = found["rows"][-1]
+    largest = row["largest_smoothness_theorem_1"]["0.4"]
+    return Finding(f"only if the loss is smoother than L = {largest:.1e} at lr 0.4", FAILS, [found])
+
+
+def rate_bound(records: Sequence[Record]) -> Finding | None:
+    rates = sorted(
+        (r for r in full(records) if r["cell"].get("part") == "rate"), key=lambda r: float(r["global_steps"])
+    )
+    if len(rates) < 3:
+        return None
+    below = all(r["bound"] is not None and r["measured"] <= r["bound"] for r in rates)
+    text = ", ".join(f"{r['measured']:.2e} ≤ {r['bound']:.2e} at T = {r['global_steps']:,}" for r in rates)
+    return Finding(text, HOLDS if below else FAILS, rates)
+
+
+def consensus_bound(records: Sequence[Record]) -> Finding | None:
+    found = [r for r in full(records) if r["cell"].get("part") == "consensus"]
+    bounded = [r for r in found if r["bound"] is not None]
+    if not bounded:
+        return None
+    below = all(r["measured"] <= r["bound"] for r in bounded)
+    share = ", ".join(f"{r['bound'] / r['measured']:.0f}" for r in bounded)
+    unbounded = len(found) - len(bounded)
+    text = f"bound over measured: {share}; in {unbounded} of {len(found)} settings its condition C1 > 0 fails"
+    return Finding(text, HOLDS if below else FAILS, found)
