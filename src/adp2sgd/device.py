@@ -14,12 +14,16 @@ AUTOCAST: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bf
 SETTLED = 3  # equal batches in a row before a step is recorded: kernels are chosen and memory is warm by then
 
 
-def tune(device: torch.device, precision: str) -> None:
-    """Set torch's switches for a run. bfloat16 asks for speed: measured kernels, and TF32 where float32 remains."""
+def tune(device: torch.device, precision: str, *, private: bool = False) -> None:
+    """Set torch's switches for a run. bfloat16 asks for speed: measured kernels, and TF32 where float32 remains.
+
+    Private mode never uses TF32: a norm and a sum of operands rounded to 11 bits may disagree, and clipping with them.
+    """
     fast = device.type == "cuda" and precision == "bfloat16"
     torch.backends.cudnn.benchmark = fast
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if fast else "highest")
+        torch.set_float32_matmul_precision("high" if fast and not private else "highest")
+        torch.backends.cudnn.allow_tf32 = not private
 
 
 def laid_out(inputs: Tensor) -> Tensor:

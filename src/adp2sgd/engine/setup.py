@@ -71,7 +71,7 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     elif seed is None:
         seed = secrets.randbits(32)
     device = pick_device(config.device)
-    tune(device, config.precision)
+    tune(device, config.precision, private=config.privacy.mode == "private")
     graph = topology.build(config.topology, config.learners, seed)
     task = resolve(config.task, config.options)
     rows = shards.split(task.train, config.data, config.learners, seed)

@@ -76,11 +76,11 @@ def squares(gradients: Tensor) -> Tensor:
     """[n]: squared norms of gradients [n, …], to 3e-7 of themselves."""
     rows = gradients.reshape(len(gradients), -1)
     whole = rows.shape[1] // BLOCK * BLOCK if rows.dtype != torch.float64 else 0
-    rest = lengths(rows[:, whole:])
     if not whole:
-        return rest
+        return lengths(rows)
     blocks: Tensor = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, BLOCK)), dim=2, dtype=torch.float32)
-    return blocks.double().square_().sum(1).add_(rest)
+    found = blocks.double().square_().sum(1)
+    return found if whole == rows.shape[1] else found.add_(lengths(rows[:, whole:]))
 
 
 def lengths(rows: Tensor) -> Tensor:

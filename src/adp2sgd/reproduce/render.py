@@ -82,13 +82,16 @@ def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
     by_loss = paper.family(records[0]["cell"]["model"]) == "speech"
     for record in records:
         cell, curve = record["cell"], record["curve"]
+        if cell["seed"] != records[0]["cell"]["seed"]:
+            continue  # further seeds are in the tables
         values = curve["loss"] if by_loss else [100 * value for value in curve["accuracy"]]
         noise = cell.get("sigma", cell.get("z"))
         label = " ".join(filter(None, (cell["algorithm"], f"{'z' if 'z' in cell else 'σ'}={noise:g}", cell["variant"])))
         axes.plot(curve[study.x], values, "-" if cell["algorithm"] == "adpsgd" else "--", label=label, linewidth=1.2)
     axes.set_xlabel({"epoch": "epochs", "seconds": f"seconds ({_clock(records)})"}[study.x or "epoch"])
     axes.set_ylabel("held-out loss" if by_loss else "accuracy of θ in %")
-    axes.set_title(f"{study.title}, {records[0]['cell']['model']}")
+    form = ", small form (digits)" if records[0]["cell"]["form"] == "quick" else ""
+    axes.set_title(f"{study.title}, {records[0]['cell']['model']}{form}")
     axes.legend(fontsize="x-small", ncols=2)
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ def _case3(choice: Choice) -> list[Cell]:
 
 STUDIES: dict[str, Study] = {
     "table1": Study(
-        title="Table 1: accuracy on CIFAR-10",
+        title="Table 1: accuracy",
         cells=_table1,
         tables=partial(tables.accuracy_table, "Accuracy in %, of the averaged model θ"),
         x="epoch",
