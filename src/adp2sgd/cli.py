@@ -23,6 +23,9 @@ Settings = Annotated[
     list[str],
     typer.Option("--set", metavar="A.B=VALUE", help="Change one field of the configuration; may be repeated."),
 ]
+ConfigFile = Annotated[Optional[Path], typer.Argument(help="A TOML file; without it, the defaults.")]  # noqa: UP045
+RunFolder = Annotated[Optional[Path], typer.Option(help="The run's folder (default: runs/NAME).")]  # noqa: UP045
+Resume = Annotated[Optional[Path], typer.Option(help="Go on with an interrupted run in this folder.")]  # noqa: UP045
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
@@ -53,10 +56,10 @@ def options(
 
 @app.command(epilog="Example: adp2sgd simulate experiments/ring8.toml --set learners=16 --json")
 def simulate(
-    config: Annotated[Optional[Path], typer.Argument(help="A TOML file; without it, the defaults.")] = None,  # noqa: UP045
+    config: ConfigFile = None,
     settings: Settings = [],  # noqa: B006
-    out: Annotated[Optional[Path], typer.Option(help="The run's folder (default: runs/NAME).")] = None,  # noqa: UP045
-    resume: Annotated[Optional[Path], typer.Option(help="Go on with an interrupted run in this folder.")] = None,  # noqa: UP045
+    out: RunFolder = None,
+    resume: Resume = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -71,10 +74,10 @@ def simulate(
 
 @app.command(epilog="Example: adp2sgd train experiments/ring8.toml --set learners=4 --set speeds.factor=10")
 def train(
-    config: Annotated[Optional[Path], typer.Argument(help="A TOML file; without it, the defaults.")] = None,  # noqa: UP045
+    config: ConfigFile = None,
     settings: Settings = [],  # noqa: B006
-    out: Annotated[Optional[Path], typer.Option(help="The run's folder (default: runs/NAME).")] = None,  # noqa: UP045
-    resume: Annotated[Optional[Path], typer.Option(help="Go on with an interrupted run in this folder.")] = None,  # noqa: UP045
+    out: RunFolder = None,
+    resume: Resume = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -144,7 +147,7 @@ def demo(json: Json = False) -> None:
 
 @app.command(epilog="Example: adp2sgd explain experiments/cifar10_cnn_private.toml")
 def explain(
-    config: Annotated[Optional[Path], typer.Argument(help="A TOML file; without it, the defaults.")] = None,  # noqa: UP045
+    config: ConfigFile = None,
     settings: Settings = [],  # noqa: B006
     json: Json = False,
 ) -> None:
