@@ -178,6 +178,23 @@ def test_what_was_taken_stays_reported_when_another_run_has_used_up_the_rest(tmp
     assert 100 <= again.steps <= 105
 
 
+def test_what_was_taken_stays_reported_when_another_run_went_beyond_this_ones_budget(tmp_path: Path) -> None:
+    first = budget(tmp_path, run="first")
+    for _ in range(100):
+        first.draw()
+    first.close()
+    between = budget(tmp_path, Privacy(mode="private", epsilon=12.0, noise_multiplier=1.0, delta=1e-5), run="between")
+    while not between.exhausted:
+        between.draw()
+    between.close()
+    again = budget(tmp_path, run="first")
+    assert again.exhausted
+    assert again.steps == 100
+    everything = epsilon(ledger.read(tmp_path / "ledger.jsonl").spent(), 1, 1e-5).epsilon
+    assert again.guarantee().epsilon == pytest.approx(everything)
+    assert everything > 8
+
+
 def test_a_run_resumes_only_at_the_rate_that_it_was_planned_for(tmp_path: Path) -> None:
     budget(tmp_path).close()
     for records, batch_size in ((900, 100), (1000, 120)):

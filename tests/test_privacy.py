@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -466,18 +467,17 @@ def fitted():
 
 def test_gradients_are_taken_in_training_mode_also_after_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     modes = []
-    step = PrivateStep.__call__
+    take = choose.Automatic.clipped_sum
 
-    def watch(self: PrivateStep, model: FlatModel, *rest: object) -> object:
-        model.module.register_forward_pre_hook(lambda module, _: modes.append(module.training))
-        return step(self, model, *rest)  # type: ignore[arg-type]
+    def watch(self: choose.Automatic, *arguments: Any) -> Clipped:
+        modes.append(self.model.module.training)
+        return take(self, *arguments)
 
-    monkeypatch.setattr(PrivateStep, "__call__", watch)
+    monkeypatch.setattr(choose.Automatic, "clipped_sum", watch)
     run = simulate(PRIVATE.replace(evaluate_every=0.2, epochs=1))
     assert len(run.curve) > 3
-    assert modes.count(True) > len(run.curve)
-    before_evaluations = [i for i, training in enumerate(modes) if not training]
-    assert any(training for training in modes[before_evaluations[0] :])
+    assert len(modes) == run.global_steps
+    assert all(modes)
 
 
 def test_digits_learn_privately() -> None:

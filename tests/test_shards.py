@@ -46,6 +46,7 @@ def test_every_record_belongs_to_exactly_one_learner(data: st.DataObject) -> Non
 def test_unequal_sizes_and_sites_are_as_asked() -> None:
     found = shards.split(records(1000), Data(sizes=(1, 2, 7)), 3, seed=0)
     assert [len(rows) for rows in found] == pytest.approx([100, 200, 700], abs=3)
+    assert [len(rows) for rows in shards.split(records(5), Data(sizes=(1000, 1, 1)), 3, seed=0)] == [3, 1, 1]
     data_set = records(90, sites=3)
     for number, rows in enumerate(shards.split(data_set, Data(partition="site"), 3, seed=0)):
         assert set(data_set.sites[rows].tolist()) == {number}
