@@ -43,6 +43,8 @@ WAYS = ("shifts", "patches", "side_by_side")
 class Transformer(nn.Module):
     """A small language model: 4 layers of width 256 over 64 tokens of a vocabulary of 4,096."""
 
+    repeatable = True  # may be recorded as a CUDA graph
+
     def __init__(self, vocabulary: int = 4096, width: int = 256, layers: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
@@ -243,7 +245,8 @@ def peak_elsewhere(name: str, options: argparse.Namespace) -> float | None:
     given += ["--threads", str(options.threads)]
     given += ["--way", options.way] if options.way else []
     given += ["--repeat", str(options.repeat)] if options.repeat else []
-    given += [f"--{flag}" for flag in ("bf16", "tf32", "channels-last") if getattr(options, flag.replace("-", "_"))]
+    flags = ("bf16", "tf32", "strict", "channels-last")
+    given += [f"--{flag}" for flag in flags if getattr(options, flag.replace("-", "_"))]
     done = subprocess.run([sys.executable, str(Path(__file__)), *given], capture_output=True, text=True, check=False)
     return round(float(done.stdout.split()[-1]), 1) if done.returncode == 0 else None
 
@@ -255,12 +258,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the first that counts")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast, for every engine")
     parser.add_argument(
         "--tf32", action="store_true", help="TF32 for matrix products too (convolutions have it by default)"
     )
+    parser.add_argument("--strict", action="store_true", help="no TF32 anywhere, as in private runs")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--no-memory", action="store_true", help="skip the memory runs")
     parser.add_argument("--json", action="store_true")
@@ -276,6 +280,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
+    torch.backends.cudnn.allow_tf32 = not options.strict
     if options.way:
         convolution.PER_RECORD[options.device] = getattr(Convolution, f"_{options.way}")
     if options.repeat:

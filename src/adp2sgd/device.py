@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 AUTOCAST: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """`Config.precision` → the type that layers run in; weights, sums, noise and updates stay as they are."""
 
-SETTLED = 3  # equal batches in a row before a step is recorded: kernels are chosen and memory is warm by then
+SETTLED = 3  # batches of a shape before its step is recorded: kernels are chosen and memory is warm by then
+MOST_GRAPHS = 12
 
 
 def tune(device: torch.device, precision: str, *, private: bool = False) -> None:
@@ -39,42 +42,53 @@ def move(rows: Tensor, device: torch.device) -> Tensor:
 
 
 class Recorded:
-    """`work(inputs, targets)` as a CUDA graph: hundreds of kernels by one launch.
+    """`work(*tensors)` as CUDA graphs, one for each shape of its tensors: hundreds of kernels by one launch.
 
-    `work` may only touch memory that stays where it is. It is recorded once `SETTLED` batches of one shape came in a
-    row; on a CPU, for any other shape, and where recording fails, it is simply called.
+    `work` may only touch memory that stays where it is, and must do the same at every call. A shape is recorded once
+    it has come `SETTLED` times; on a CPU, for further shapes after `MOST_GRAPHS`, and where recording fails, `work`
+    is simply called. A result is overwritten by the next call.
     """
 
-    def __init__(self, work: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, work: Callable[..., Any]) -> None:
         self._work = work
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs = self._targets = torch.empty(0)
-        self._equal = 0
+        self._seen: Counter[Any] = Counter()
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any]] = {}
+        self._pool: Any = None
         self._failed = False
 
-    def __call__(self, inputs: Tensor, targets: Tensor) -> None:
-        same = inputs.shape == self._inputs.shape and targets.shape == self._targets.shape
-        if self._graph is None and inputs.is_cuda and not self._failed:
-            self._equal = self._equal + 1 if same else 0
-            if self._equal >= SETTLED:
-                self._record(inputs, targets)
-            else:
-                self._inputs, self._targets = inputs, targets
-        if self._graph is None or not same:
-            self._work(inputs, targets)
-            return
-        self._inputs.copy_(inputs)
-        self._targets.copy_(targets)
-        self._graph.replay()
+    def __call__(self, *tensors: Tensor) -> Any:
+        if not tensors[0].is_cuda or self._failed:
+            return self._work(*tensors)
+        shape = tuple(tensor.shape for tensor in tensors)
+        if shape not in self._graphs:
+            self._seen[shape] += 1
+            if self._seen[shape] <= SETTLED or len(self._graphs) >= MOST_GRAPHS or not self._record(shape, tensors):
+                return self._work(*tensors)
+        graph, given, result = self._graphs[shape]
+        for place, tensor in zip(given, tensors, strict=True):
+            place.copy_(tensor)
+        graph.replay()
+        return result
 
-    def _record(self, inputs: Tensor, targets: Tensor) -> None:
-        self._inputs, self._targets = inputs.clone(), targets.clone()
+    def _record(self, shape: Any, tensors: tuple[Tensor, ...]) -> bool:
+        given = tuple(tensor.clone() for tensor in tensors)
         graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()  # one after the other, they share their memory
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may use the GPU meanwhile
-                self._work(self._inputs, self._targets)
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others may use the GPU
+                result = self._work(*given)
         except RuntimeError as error:
             self._failed = True
-            warnings.warn(f"steps are not recorded as a CUDA graph: {str(error).splitlines()[0]}", stacklevel=3)
-        else:
-            self._graph = graph
+            warnings.warn(f"steps are not recorded as a CUDA graph: {str(error).splitlines()[0]}", stacklevel=4)
+            return False
+        self._graphs[shape] = (graph, given, result)
+        return True
+
+
+def repeatable(module: nn.Module) -> bool:
+    """Whether a forward pass does the same at every call, so that it may be recorded: known of torch's layers and of
+    ours. A module that chooses in Python (by `random`, say) does not; one that does not may say `repeatable = True`."""
+    return all(
+        type(part).__module__.partition(".")[0] in ("torch", "adp2sgd") or getattr(part, "repeatable", False)
+        for part in module.modules()
+    )

@@ -22,6 +22,7 @@ from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.errors import ConfigError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
+from adp2sgd.gradient.engine import Engine
 from adp2sgd.gradient.privatize import GradientStep, PlainStep, PrivateStep
 from adp2sgd.learner import Learner
 from adp2sgd.privacy import checks
@@ -31,7 +32,7 @@ from adp2sgd.progress import Progress
 from adp2sgd.record import LearnerResult, Point, Run, versions
 from adp2sgd.task import Task, resolve
 
-SEEDED_PIECE = 256  # records whose gradients are taken at once in a seeded run
+SEEDED_PIECE = 512  # records whose gradients are taken at once in a seeded run
 NO_GUARANTEE = {
     "none": "the gradients carry no noise",
     "paper": "the paper's noise is added to gradients that are not clipped, so one record's influence is unbounded",
@@ -58,6 +59,13 @@ class Setup:
         """One for all learners of the process: they share the model, and so the recorded step."""
         config = self.config
         return PlainStep(self.task.loss, config.privacy.sigma or 0.0, AUTOCAST[config.precision])
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Takes the private gradients of all learners of the process."""
+        # A seeded run must not depend on the memory that happens to be free.
+        piece = None if self.config.seed is None else SEEDED_PIECE
+        return choose.build(self.model, self.task.loss, piece=piece, autocast=AUTOCAST[self.config.precision])
 
     def epoch(self, global_steps: int) -> float:
         return global_steps / self.steps_per_epoch
@@ -165,12 +173,8 @@ def _gradient_step(setup: Setup, budget: Budget | None) -> GradientStep:
     privacy = setup.config.privacy
     if budget is None:
         return setup.plain_step
-    # A seeded run must not depend on the memory that happens to be free.
-    piece = None if setup.config.seed is None else SEEDED_PIECE
-    autocast = AUTOCAST[setup.config.precision]
-    engine = choose.build(setup.model, setup.task.loss, piece=piece, autocast=autocast)
     noise = budget.plan.mechanism.noise_multiplier
-    return PrivateStep(engine, clip_norm=privacy.clip_norm, noise_multiplier=noise)
+    return PrivateStep(setup.engine, clip_norm=privacy.clip_norm, noise_multiplier=noise)
 
 
 def open_budget(setup: Setup, number: int, folder: Path) -> Budget:

@@ -8,18 +8,23 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from adp2sgd.device import Recorded, laid_out, move, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import AT_ONCE, clip_factors, effective_norms, finite_or_infinite
 from adp2sgd.gradient.engine import Clipped
 from adp2sgd.gradient.recording import Recording
 from adp2sgd.task import Loss
 
+PAD = 16
+"""On a GPU a batch is filled up to a multiple of so many records: Poisson batches of 256 then have few sizes."""
+
 
 class BookKeeping:
     """Engine for models whose parameters are used in ways that `recording` has rules for.
 
     `piece`: at most so many records (and `AT_ONCE`) are processed at once. `autocast`: run layers in that type; norms
-    and sums are of the same values. Raises `UnsupportedError` where there is no rule.
+    and sums are of the same values. Raises `UnsupportedError` where there is no rule. On a GPU the passes are recorded
+    as CUDA graphs.
     """
 
     name = "book-keeping"
@@ -29,6 +34,7 @@ class BookKeeping:
         autocast: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.copies, self.piece, self.autocast = model, loss, copies, piece, autocast
+        self._recorded = {training: Recorded(self._sum) for training in (True, False)}
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
@@ -63,21 +69,46 @@ class BookKeeping:
         return recording
 
     def _piece(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+        records = len(inputs) // self.copies
+        given = (inputs, targets, *self._scalars(clip_norm, records))
+        if inputs.is_cuda and repeatable(self.model.module):
+            total, norms = self._recorded[self.model.module.training](*self._padded(given))
+            norms = norms[:records].clone()
+        else:
+            total, norms = self._sum(*given)
+        good = torch.isfinite(norms)
+        if bool(good.all()):
+            return Clipped(total, norms)
+        # A record's NaN times factor 0 is NaN, so such records are left out of the sum altogether.
+        rows = good.repeat_interleave(self.copies)
+        again = self.clipped_sum(inputs[rows], targets[rows], clip_norm)
+        norms[good] = again.norms
+        return Clipped(again.total, norms)
+
+    def _sum(self, inputs: Tensor, targets: Tensor, clip_norm: Tensor, records: Tensor) -> tuple[Tensor, Tensor]:
+        """Clipped sum and norms of the first `records` records; the others only fill up the shape."""
         recording = self.record(inputs, targets)
         with torch.no_grad():
             measured = recording.finish()
             total = torch.zeros_like(self.model.weights)
             norms = finite_or_infinite(measured.squares, total.dtype)
             factors = clip_factors(effective_norms(measured), clip_norm, total.dtype)
+            factors = factors * (torch.arange(len(factors), device=factors.device) < records)
             views = self.model.named_views(total)
             for name, part in recording.weighted(factors):
                 views[name].copy_(part)
-            del recording
-            good = torch.isfinite(norms)
-            if bool(good.all()):
-                return Clipped(total, norms)
-            # A record's NaN times factor 0 is NaN, so such records are left out of the sum altogether.
-            rows = good.repeat_interleave(self.copies)
-            again = self.clipped_sum(inputs[rows], targets[rows], clip_norm)
-            norms[good] = again.norms
-            return Clipped(again.total, norms)
+            return total, norms
+
+    def _scalars(self, clip_norm: float, records: int) -> tuple[Tensor, Tensor]:
+        """As tensors: a recorded step must not hold on to their values."""
+        both = torch.tensor([clip_norm, records], dtype=torch.float64)
+        clip, count = move(both, self.model.device)
+        return clip, count
+
+    def _padded(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The rows filled up with copies of the first record, so that few shapes need be recorded."""
+        inputs, targets, *scalars = given
+        missing = -(len(inputs) // self.copies) % PAD * self.copies
+        fill = [t[: self.copies].repeat(missing // self.copies, *[1] * (t.dim() - 1)) for t in (inputs, targets)]
+        inputs, targets = torch.cat([inputs, fill[0]]), torch.cat([targets, fill[1]])
+        return (laid_out(inputs) if self.autocast else inputs, targets, *scalars)

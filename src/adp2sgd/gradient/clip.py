@@ -28,7 +28,7 @@ def effective_norms(measured: Measured) -> Tensor:
     return norms + measured.doubt * (1 + suspicion * max(0, measured.terms) / ROUNDINGS)
 
 
-def clip_factors(norms: Tensor, clip_norm: float, dtype: torch.dtype) -> Tensor:
+def clip_factors(norms: Tensor, clip_norm: float | Tensor, dtype: torch.dtype) -> Tensor:
     """What each record's gradient is multiplied with: at most 1; 0 where the norm is not finite.
 
     Guarantee: factor × norm is below `clip_norm`, with room for the rounding of the product.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from adp2sgd.device import Recorded, laid_out
+from adp2sgd.device import Recorded, laid_out, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.engine import Engine
 from adp2sgd.privacy.noise import NoiseSource
@@ -47,14 +48,15 @@ class PlainStep:
         self._loss = loss
         self._sigma = sigma
         self._autocast = autocast
-        self._recorded: tuple[FlatModel, Recorded] | None = None
+        self._recorded: tuple[FlatModel, Callable[[Tensor, Tensor], None]] | None = None
 
     def __call__(
         self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource
     ) -> Gradient:
         before = model.buffers.clone() if len(model.buffers) else None
         if self._recorded is None or self._recorded[0] is not model:
-            self._recorded = (model, Recorded(partial(self._sum, model)))
+            work = partial(self._sum, model)
+            self._recorded = (model, Recorded(work) if repeatable(model.module) else work)
         model.module.train()
         self._recorded[1](laid_out(inputs), targets)
         if self._sigma:

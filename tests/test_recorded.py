@@ -1,0 +1,110 @@
+"""Steps that are recorded once and replayed: what may be, what may not, and that filling rows up changes nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adp2sgd import device
+from adp2sgd.device import Recorded, repeatable
+from adp2sgd.flat import FlatModel
+from adp2sgd.gradient.bookkeeping import PAD, BookKeeping
+from adp2sgd.gradient.loop import Loop
+from adp2sgd.models import MODELS
+from adp2sgd.task import cross_entropy
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def images(n: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(n, 1, 8, 8, generator=generator), torch.randint(0, 10, (n,), generator=generator)
+
+
+def network() -> FlatModel:
+    torch.manual_seed(0)
+    return FlatModel(MODELS["cnn"](size=8, channels=1, norm="group"))
+
+
+class Moody(nn.Module):
+    """Chooses in Python: a recording would choose once for ever."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.5 else 2 * x
+
+
+def test_only_modules_that_do_the_same_at_every_call_are_recorded() -> None:
+    assert repeatable(MODELS["resnet18"](norm="group"))
+    assert not repeatable(nn.Sequential(nn.Linear(2, 2), Moody()))
+    calm = Moody()
+    calm.repeatable = True  # type: ignore[assignment]
+    assert repeatable(nn.Sequential(calm))
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("records", [1, PAD - 1, PAD, PAD + 3])
+def test_rows_that_fill_up_a_batch_add_nothing(records: int, copies: int) -> None:
+    model = network()
+    inputs, targets = images(records * copies)
+    targets = targets[::copies].repeat_interleave(copies)
+    engine = BookKeeping(model, cross_entropy, copies=copies)
+    given = (inputs, targets, *engine._scalars(0.5, records))
+    padded = engine._padded(given)
+    assert len(padded[0]) // copies % PAD == 0
+    total, norms = engine._sum(*padded)
+    expected = Loop(model, cross_entropy, copies=copies).clipped_sum(inputs, targets, 0.5)
+    torch.testing.assert_close(total, expected.total, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(norms[:records], expected.norms, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_replayed_sums_equal_the_loop() -> None:
+    """Clip norm, weights, batch size and data change between replays; nothing of the recording may stick."""
+    model = network()
+    on_gpu = FlatModel(MODELS["cnn"](size=8, channels=1, norm="group"), "cuda")
+    engine = BookKeeping(on_gpu, cross_entropy)
+    generator = torch.Generator().manual_seed(1)
+    for round_ in range(4 * (device.SETTLED + 2)):
+        model.weights.add_(torch.randn(len(model.weights), generator=generator), alpha=0.01)
+        on_gpu.weights.copy_(model.weights)
+        inputs, targets = images(PAD + round_ % 4)
+        clip = 0.1 * (1 + round_ % 3)
+        found = engine.clipped_sum(inputs.cuda(), targets.cuda(), clip)
+        expected = Loop(model, cross_entropy).clipped_sum(inputs, targets, clip)
+        torch.testing.assert_close(found.total.cpu(), expected.total, rtol=1e-3, atol=1e-4 * clip)
+        torch.testing.assert_close(found.norms.cpu(), expected.norms, rtol=1e-3, atol=1e-4)
+    assert engine._recorded[True]._graphs
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_a_record_that_is_not_finite_stays_out_of_a_replayed_sum() -> None:
+    model = network()
+    model = FlatModel(model.module, "cuda")
+    engine = BookKeeping(model, cross_entropy)
+    inputs, targets = (t.cuda() for t in images(PAD))
+    for _ in range(device.SETTLED + 2):
+        engine.clipped_sum(inputs, targets, 1.0)
+    assert engine._recorded[True]._graphs
+    expected = engine.clipped_sum(inputs[1:], targets[1:], 1.0)
+    bad = inputs.clone()
+    bad[0] = float("nan")
+    expected_total = expected.total.clone()
+    found = engine.clipped_sum(bad, targets, 1.0)
+    assert torch.isinf(found.norms[0])
+    torch.testing.assert_close(found.total, expected_total, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_recording_goes_on_after_too_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "MOST_GRAPHS", 1)
+    doubled = Recorded(lambda x: 2 * x)
+    for size in (3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4):
+        x = torch.rand(size, device="cuda")
+        torch.testing.assert_close(doubled(x), 2 * x)
+    assert len(doubled._graphs) == 1
