@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adp2sgd.device import SETTLED
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import convolution
 from adp2sgd.gradient.choose import Automatic, build
@@ -205,7 +206,8 @@ def layers(options: argparse.Namespace) -> None:
     for name, use in reversed(seen.items()):
         factors = torch.ones(use.n, device=options.device)
         ways: dict[str, Step] = {"sum": lambda use=use, f=factors: use.weighted(f)}  # type: ignore[misc]
-        ways |= {w: lambda use=use, w=w: getattr(Convolution, f"_{w}")(use) for w in WAYS}  # type: ignore[misc]
+        formed = WAYS if use.geometry.groups > 1 else (*WAYS, "in_portions")
+        ways |= {w: lambda use=use, w=w: getattr(Convolution, f"_{w}")(use) for w in formed}  # type: ignore[misc]
         rule, use.rule = use.rule, "ghost"
         grams = (use.fold * math.prod(use.grid)) ** 2 * use.n * use.geometry.groups * 4
         if grams < 1 << 30:
@@ -220,13 +222,14 @@ def layers(options: argparse.Namespace) -> None:
 
 
 def peak(name: str, options: argparse.Namespace) -> float:
-    """MiB that two steps need beyond weights and inputs."""
+    """MiB that steps need beyond weights and inputs. On a GPU: all that is taken from it, recorded steps included."""
     step = prepare(name, options)
     if options.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.empty_cache()
         held = torch.cuda.memory_allocated()
-        step(), step()
-        return (torch.cuda.max_memory_allocated() - held) / 2**20
+        for _ in range(2 * SETTLED):
+            step()
+        return (torch.cuda.memory_reserved() - held) / 2**20
     ctypes.CDLL(None).malloc_trim(0)  # what the preparation freed is not to be found again
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark starts anew
     before = resident("VmRSS")

@@ -10,7 +10,7 @@ from torch.nn import functional
 from adp2sgd.errors import PrivacyError
 from adp2sgd.models import build
 from adp2sgd.models.norm import without_batchnorm
-from adp2sgd.privacy.checks import check_budget, check_model
+from adp2sgd.privacy.checks import check_budget, check_model, check_rows
 from adp2sgd.task import cross_entropy
 
 FEATURES, CLASSES = 6, 4
@@ -151,7 +151,7 @@ def test_a_model_that_insists_on_float32_is_probed_as_it_is():
 
 LOSSES = {
     "mean": (functional.cross_entropy, r"shape \(\); return one loss per record"),
-    "per output": (lambda o, t: o**2, r"shape \(3, 4\); return one loss per record"),
+    "per output": (lambda o, t: o**2, r"shape \(4, 4\); return one loss per record"),
     "softmax over records": (lambda o, t: -o.log_softmax(0).gather(1, t[:, None])[:, 0], "loss of a record depends"),
     "contrastive": (lambda o, t: (o @ o.T).logsumexp(1), "loss of a record depends"),
     "class weights": (
@@ -189,8 +189,8 @@ def test_parameters_without_gradient_are_refused_unless_frozen():
 
 
 def test_a_model_that_needs_a_fixed_batch_is_refused_in_one_line():
-    with pytest.raises(PrivacyError, match="synthetic batch of 3 could not be taken") as refusal:
-        check_model(Wrapped(lambda h: h.view(2, -1)), cross_entropy, INPUTS, TARGETS)
+    with pytest.raises(PrivacyError, match="synthetic batch of 4 could not be taken") as refusal:
+        check_model(Wrapped(lambda h: h.view(3, -1)), cross_entropy, INPUTS, TARGETS)
     assert "\n" not in str(refusal.value)
 
 
@@ -235,3 +235,12 @@ def test_sound_settings_pass_and_a_large_delta_warns():
     (warning,) = check_budget(**{**BUDGET, "delta": 1e-4})
     assert "1e-04 or less" in warning
     assert check_budget(**{**BUDGET, "delta": 9.9e-5}) == []
+
+
+@pytest.mark.parametrize("order", [lambda x: x.flip(0), lambda x: x.roll(1, 0), lambda x: x.roll(-1, 0)])
+def test_rows_that_are_blended_with_their_mirror_image_or_neighbour_are_refused(order):
+    stored = torch.rand(2, FEATURES)
+    with pytest.raises(PrivacyError, match="augment mixes"):
+        check_rows(torch.Tensor.float, lambda x, generator: 0.5 * x + 0.5 * order(x), stored)
+    with pytest.raises(PrivacyError, match="prepare mixes"):
+        check_rows(lambda x: 0.5 * x + 0.5 * order(x), None, stored)

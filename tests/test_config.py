@@ -41,6 +41,7 @@ factor = 10.0
 latency_s = 0.0
 bandwidth_bps = inf
 """
+PRIVATE = '[privacy]\nmode = "private"\ndelta = 1e-5\nepsilon = 1\n'
 
 
 def test_the_file_of_the_design_is_read() -> None:
@@ -91,6 +92,14 @@ def test_what_is_written_reads_back_equal_and_is_complete(text: str) -> None:
         ),
         ('[privacy]\nmode = "private"\ndelta = 1e-5\nepsilon = 1\nclip_norm = 0', ["privacy.clip_norm = 0"]),
         ('[privacy]\nmode = "private"\ndelta = 1.5\nepsilon = 1', ["privacy.delta = 1.5"]),
+        (PRIVATE + "clip_quantile = 1", ["privacy.clip_quantile = 1", "between 0 and 1"]),
+        (PRIVATE + "clip_quantile = 0.5\nclip_rate = 0", ["privacy.clip_rate = 0", "0.2"]),
+        (PRIVATE + "clip_quantile = 0.5\ncount_noise = -1", ["privacy.count_noise = -1", "positive"]),
+        (PRIVATE + "count_noise = 2", ["privacy.count_noise = 2.0", "privacy.clip_quantile"]),
+        (PRIVATE + "copies = 0", ["privacy.copies = 0", "1 or more"]),
+        (PRIVATE + "copies = 1.5", ["privacy.copies = 1.5", "whole number"]),
+        ("[privacy]\nclip_quantile = 0.5", ["privacy.clip_quantile = 0.5", 'mode = "none"', "private"]),
+        ('[privacy]\nmode = "paper"\nsigma = 1\ncopies = 4', ["privacy.copies = 4", 'mode = "paper"', "private"]),
         ('[privacy]\nmode = "private"\ndelta = 1e-5\nsigma = 1\nepsilon = 1', ["privacy.sigma", "noise_multiplier"]),
         ('[privacy]\nmode = "paper"', ["privacy.sigma"]),
         ('[privacy]\nmode = "paper"\nsigma = 1\nepsilon = 3', ["privacy.epsilon = 3.0", "no guarantee"]),

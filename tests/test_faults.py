@@ -5,6 +5,7 @@ Rates are compared within a run: the others' steps per second before and after t
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from adp2sgd.config import Config, Optimizer, Privacy, Speeds
 from adp2sgd.engine.local import train
 from adp2sgd.errors import InterruptedRunError, RunError
 from adp2sgd.privacy import ledger
-from adp2sgd.record import Folder, Run
+from adp2sgd.record import Folder, Point, Run
 from conftest import ROOT
 from faults import Draws, Faults, alive, learner_processes
 
@@ -103,6 +104,7 @@ def test_a_killed_learner_slows_nobody_and_comes_back(tmp_path: Path, draws: Dra
     assert starts == {0, 1}
     assert_others_went_on(tmp_path / "run", faults.times, {2})
     assert_ledgers_cover(draws, tmp_path / "run")
+    assert sum(point.seconds > faults.times[0] for point in run.curve[:-1]) >= 2
 
 
 def test_all_but_one_are_killed_at_random_moments(tmp_path: Path, draws: Draws) -> None:
@@ -124,6 +126,8 @@ def test_a_stopped_learner_is_replaced_and_does_not_draw_when_it_wakes(tmp_path:
     assert not alive(faults.pids[0])
     assert any("learner 1 did not report for 5 s and was killed" in note for note in run.notes)
     assert run.learners[1].restarts == 1
+    silent = [point for point in run.curve if faults.times[0] < point.seconds < faults.times[0] + 5]
+    assert any(point.learners == 3 for point in silent)  # θ of those that answered
     assert_others_went_on(tmp_path / "run", faults.times, {1})
     assert_ledgers_cover(draws, tmp_path / "run")
 
@@ -153,6 +157,16 @@ def interrupted(settings: Config, folder: Path, at_step: int = 20) -> Faults:
     return faults
 
 
+def curve(folder: Path) -> list[Point]:
+    return [Point(**json.loads(line)) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def assert_grows(points: Sequence[Point]) -> None:
+    for earlier, later in itertools.pairwise(points):
+        assert earlier.global_steps < later.global_steps
+        assert earlier.seconds < later.seconds
+
+
 SHORT = SLEEPY.replace(
     epochs=3, learners=3, speeds=Speeds(step_s=0.02, pad=True), privacy=Privacy(), checkpoint_every=0.2
 )
@@ -160,10 +174,15 @@ SHORT = SLEEPY.replace(
 
 @pytest.mark.parametrize("algorithm", ["adpsgd", "sync"])
 def test_an_interrupted_run_goes_on(algorithm: str, tmp_path: Path) -> None:
-    settings = SHORT.replace(algorithm=algorithm)
-    interrupted(settings, tmp_path / "run")
+    settings = SHORT.replace(algorithm=algorithm, evaluate_every=0.2)
+    interrupted(settings, tmp_path / "run", at_step=40)
     assert not (tmp_path / "run/result.json").exists()
+    before = curve(tmp_path / "run")
+    assert before
     run = train(settings, tmp_path / "run", resume=True)
+    assert run.curve[: len(before)] == tuple(before)
+    assert len(run.curve) > len(before) + 1
+    assert_grows(run.curve)
     assert run.global_steps >= 240
     assert run.overshoot <= 6
     recorded = [len(steps(tmp_path / "run", k)) for k in range(3)]
@@ -221,9 +240,11 @@ def wait_for(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws) -> None:
     """Ctrl-C ends cleanly, a second one at once, kill -9 of the supervisor leaves nobody behind (see the fixture)."""
     slow = SHORT.replace(speeds=Speeds(step_s=30.0 if end == "twice" else 0.05, pad=True), checkpoint_every=0.1)
+    slow = slow.replace(evaluate_every=0.2)
     process = command(tmp_path, slow)
     checkpoint = tmp_path / "run/learner-1/checkpoint.safetensors"
-    wait_for(lambda: draws.count() > 0 and (end == "twice" or checkpoint.exists()), process)
+    points = tmp_path / "run/events.jsonl"
+    wait_for(lambda: draws.count() > 0 and (end == "twice" or (checkpoint.exists() and points.exists())), process)
     process.send_signal(signal.SIGKILL if end == "kill" else signal.SIGINT)
     if end == "twice":
         time.sleep(0.05)
@@ -235,7 +256,13 @@ def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws) -> None:
         assert "--resume run" in complaint
         assert "Traceback" not in complaint
     if end == "kill":
-        assert train(Folder.open(tmp_path / "run").settings, tmp_path / "run", resume=True).global_steps >= 240
+        before = curve(tmp_path / "run")
+        with points.open("a") as file:
+            file.write('{"global_steps": 7')  # cut short
+        run = train(Folder.open(tmp_path / "run").settings, tmp_path / "run", resume=True)
+        assert run.global_steps >= 240
+        assert run.curve[: len(before)] == tuple(before)
+        assert_grows(run.curve)
 
 
 def leftovers(folder: Path) -> set[str]:

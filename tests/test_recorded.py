@@ -37,11 +37,12 @@ class Moody(nn.Module):
 
 
 def test_only_modules_that_do_the_same_at_every_call_are_recorded() -> None:
-    assert repeatable(MODELS["resnet18"](norm="group"))
-    assert not repeatable(nn.Sequential(nn.Linear(2, 2), Moody()))
+    assert repeatable(MODELS["resnet18"](norm="group"), cross_entropy)
+    assert not repeatable(nn.Sequential(nn.Linear(2, 2), Moody()), cross_entropy)
+    assert not repeatable(nn.Linear(2, 2), lambda outputs, targets: outputs.sum(1))
     calm = Moody()
     calm.repeatable = True  # type: ignore[assignment]
-    assert repeatable(nn.Sequential(calm))
+    assert repeatable(nn.Sequential(calm), nn.CrossEntropyLoss(reduction="none"))
 
 
 @pytest.mark.parametrize("copies", [1, 3])
@@ -56,7 +57,7 @@ def test_rows_that_fill_up_a_batch_add_nothing(records: int, copies: int) -> Non
     assert len(padded[0]) // copies % PAD == 0
     total, norms = engine._sum(*padded)
     expected = Loop(model, cross_entropy, copies=copies).clipped_sum(inputs, targets, 0.5)
-    torch.testing.assert_close(total, expected.total, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(total.double(), expected.total, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(norms[:records], expected.norms, rtol=1e-4, atol=1e-6)
 
 
@@ -75,7 +76,7 @@ def test_replayed_sums_equal_the_loop() -> None:
         clip = 0.1 * (1 + round_ % 3)
         found = engine.clipped_sum(inputs.cuda(), targets.cuda(), clip)
         expected = Loop(model, cross_entropy).clipped_sum(inputs, targets, clip)
-        torch.testing.assert_close(found.total.cpu(), expected.total, rtol=1e-3, atol=1e-4 * clip)
+        torch.testing.assert_close(found.total.cpu().double(), expected.total, rtol=1e-3, atol=1e-4 * clip)
         torch.testing.assert_close(found.norms.cpu(), expected.norms, rtol=1e-3, atol=1e-4)
     assert engine._recorded[True]._graphs
 
@@ -97,6 +98,25 @@ def test_a_record_that_is_not_finite_stays_out_of_a_replayed_sum() -> None:
     found = engine.clipped_sum(bad, targets, 1.0)
     assert torch.isinf(found.norms[0])
     torch.testing.assert_close(found.total, expected_total, rtol=1e-4, atol=1e-5)
+
+
+def test_a_filling_row_that_dropout_makes_infinite_spoils_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that fill up copy the first record but draw their own dropout, and 0 times infinity is no number."""
+    model = network()
+    engine = BookKeeping(model, cross_entropy)
+    given = images(PAD - 1)
+    expected = engine.clipped_sum(*given, 1.0)
+
+    def replayed(inputs: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        norms = torch.ones(len(inputs))
+        norms[-1] = float("inf")
+        return torch.full_like(model.weights, float("nan")), norms
+
+    monkeypatch.setattr(engine, "_recorded", {True: replayed})
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr("adp2sgd.gradient.bookkeeping.laid_out", lambda inputs: inputs)
+    found = engine.clipped_sum(*given, 1.0)
+    torch.testing.assert_close(found.total, expected.total)
 
 
 @pytest.mark.gpu

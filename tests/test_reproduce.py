@@ -17,7 +17,7 @@ from adp2sgd.device import Recorded
 from adp2sgd.engine import simulate
 from adp2sgd.engine.simulate import Simulation
 from adp2sgd.errors import ConfigError, RunError
-from adp2sgd.reproduce import command, convergence, paper, render, training
+from adp2sgd.reproduce import command, convergence, judges, paper, render, tables, training
 from adp2sgd.reproduce.cells import Cell, Choice, finished, measured, run_all
 from adp2sgd.reproduce.claims import claims_table
 from adp2sgd.reproduce.studies import STUDIES
@@ -194,6 +194,52 @@ def test_predicted_consensus_by_hand() -> None:
     noise = variance / 8 + 10 / 64
     assert found == pytest.approx(0.001**2 * noise / 4, rel=0.01)  # (1/2)·(x/2)²·2, x = lr·noise
     assert abs(means).max() < 0.1
+
+
+def slow_record(algorithm: str, variant: str, seconds: list[float], accuracy: list[float]) -> dict[str, Any]:
+    cell = {"form": "", "model": "resnet18", "algorithm": algorithm, "sigma": 2.0, "variant": variant}
+    curve = {"seconds": seconds, "accuracy": accuracy, "loss": accuracy}
+    speeds = {"kind": "one-slow", "factor": 10.0}
+    return {
+        "study": "case2", "name": f"{algorithm}-{variant}", "cell": {**cell, "engine": "processes", "epochs": 300.0,
+        "seed": 0}, "config": {"learners": 16, "speeds": speeds}, "curve": curve, "real_seconds": seconds[-1],
+        "accuracy": accuracy[-1],
+    }  # fmt: skip
+
+
+def test_the_race_to_a_quality_by_hand() -> None:
+    """95 % of the lower best (0.8) is 0.76: SYNC is there at 100 + 100·(0.16/0.2) s, ADPSGD at 10 + 10·(0.06/0.3) s."""
+    records = [
+        slow_record("sync", "even", [10.0, 20.0, 30.0], [0.4, 0.6, 0.8]),
+        slow_record("sync", "slow", [100.0, 200.0, 300.0], [0.6, 0.8, 0.7]),
+        slow_record("adpsgd", "even", [10.0, 20.0, 30.0], [0.4, 0.6, 0.8]),
+        slow_record("adpsgd", "slow", [10.0, 20.0, 32.0], [0.7, 1.0, 0.9]),
+    ]
+    _, races = tables.slow_table(records)
+    assert list(races.rows[0][5:]) == ["76.0% accuracy", "180.0", "12.0", "15.00", "9.44", "159%"]
+    judged = judges.slow_down(records, judges.full, 10.0, "processes")
+    assert judged is not None
+    assert judged.ours.endswith("to 76.0% accuracy 15.00 times as fast as SYNC (159% of the ideal 9.44)")
+    assert tables.time_to(records[3], 65.0) == 10.0  # there at its first evaluation
+    once = [{**record, "curve": {key: [values[-1]] for key, values in record["curve"].items()}} for record in records]
+    assert len(tables.slow_table(once)) == 1
+    assert len(tables.slow_table([*records[:3], {**records[3], "diverged": "it did"}])) == 1
+
+
+@pytest.mark.processes
+def test_real_learners_race_in_real_time(tmp_path: Path) -> None:
+    choice = replace(QUICK, processes=True, epochs=0.6)
+    cells = [cell for cell in STUDIES["case2"].cells(choice) if cell.identity["variant"] == "slow"]
+    records = run_all(cells, tmp_path, quiet=True, say=lambda _: None)
+    for record in records:
+        assert len(record["curve"]["seconds"]) >= 2
+        assert record["curve"]["seconds"][-1] == pytest.approx(record["real_seconds"], abs=0.001)
+        assert record["curve"]["seconds"] == sorted(set(record["curve"]["seconds"]))
+    found = tables.race({record["cell"]["algorithm"]: record for record in records})
+    assert found is not None
+    assert 0 < found.sync_s <= records[0]["real_seconds"]
+    assert 0 < found.adpsgd_s <= records[1]["real_seconds"]
+    assert found.ideal == pytest.approx((3 + 1 / 10) / (4 / 10))
 
 
 def numbers(text: str) -> list[str]:

@@ -22,6 +22,8 @@ PARTNERS = ("neighbour", "sender-receiver")
 PARTITIONS = ("iid", "dirichlet", "site")
 MODES = ("private", "paper", "none")
 ADJACENCIES = ("add-remove", "replace-one")
+PRIVATE_ONLY = ("clip_quantile", "clip_rate", "count_noise", "copies", "engine")
+GRADIENT_ENGINES = ("auto", "loop")
 PRECISIONS = ("float32", "bfloat16")
 SPEEDS = ("constant", "one-slow", "random-slow", "log-normal", "list")
 
@@ -135,10 +137,17 @@ class Privacy(Section):
 
     mode: str = "none"
     epsilon: float | None = None
-    noise_multiplier: float | None = None  # noise on the sum, in units of clip_norm (private)
+    # What ε follows from: noise on the sum in units of clip_norm; with clip_quantile that of sum and count together, so
+    # that the sum gets a little more.
+    noise_multiplier: float | None = None
     sigma: float | None = None  # noise on the unclipped sum, absolute (paper)
     delta: float | None = None
-    clip_norm: float = 1.0
+    clip_norm: float = 1.0  # bound on a record's gradient; with clip_quantile, where it starts
+    clip_quantile: float | None = None  # the bound follows this quantile of the gradients' norms; unset: it stays
+    clip_rate: float = 0.2  # how fast: if all norms lie above it, a step multiplies it by exp(clip_rate·clip_quantile)
+    count_noise: float | None = None  # noise on the count of norms under the bound, absolute; unset: batch_size / 20
+    engine: str = "auto"  # or "loop": record by record, slow, for neighbours who may send weights made to harm
+    copies: int = 1  # augmented copies of each record in a batch; their mean gradient is clipped
     adjacency: str = "add-remove"
     ledger: str | None = None  # a folder: sites' ledgers across runs; unset: each run keeps its own
     dataset: str | None = None  # the data's name in that ledger; unset: the task's family, as in "heart"
@@ -147,8 +156,11 @@ class Privacy(Section):
     def __post_init__(self) -> None:
         _one_of("privacy.mode", self.mode, MODES)
         _one_of("privacy.adjacency", self.adjacency, ADJACENCIES)
+        _one_of("privacy.engine", self.engine, GRADIENT_ENGINES)
         _require(self.clip_norm > 0, "privacy.clip_norm", self.clip_norm, "use a positive number")
         _require(self.headroom >= 1, "privacy.headroom", self.headroom, "use 1 or more")
+        _require(self.copies >= 1, "privacy.copies", self.copies, "use 1 or more")
+        _require(0 < self.clip_rate < math.inf, "privacy.clip_rate", self.clip_rate, "use a positive number, like 0.2")
         _require(self.epsilon is None or self.epsilon > 0, "privacy.epsilon", self.epsilon, "use a positive number")
         _require(self.sigma is None or self.sigma >= 0, "privacy.sigma", self.sigma, "use 0 or more")
         {"private": self._check_private, "paper": self._check_paper, "none": self._check_none}[self.mode]()
@@ -164,18 +176,37 @@ class Privacy(Section):
         if self.delta is None:
             raise ConfigError("privacy.delta is missing; set it well below 1/(records of the largest learner)")
         _require(0 < self.delta < 1, "privacy.delta", self.delta, "use a number in (0, 1), below 1/records")
+        self._check_adaptive()
+
+    def _check_adaptive(self) -> None:
+        quantile, noise = self.clip_quantile, self.count_noise
+        fix = "use a number between 0 and 1, like 0.5"
+        _require(quantile is None or 0 < quantile < 1, "privacy.clip_quantile", quantile, fix)
+        _require(noise is None or 0 < noise < math.inf, "privacy.count_noise", noise, "use a positive number")
+        for name in ("count_noise", "clip_rate"):
+            if quantile is None and getattr(self, name) != getattr(Privacy, name):
+                raise ConfigError(
+                    f"privacy.{name} = {getattr(self, name)} means nothing without privacy.clip_quantile; set that or "
+                    "remove it"
+                )
+
+    def noise_on_count(self, batch_size: int) -> float | None:
+        """Standard deviation of the noise on the count of norms under the bound; None where nothing is counted."""
+        if self.clip_quantile is None:
+            return None
+        return batch_size / 20 if self.count_noise is None else self.count_noise
 
     def _check_paper(self) -> None:
         if self.sigma is None:
             raise ConfigError('privacy.mode = "paper" needs privacy.sigma (0 for the paper\'s baseline)')
-        self._refuse("paper", ("epsilon", "delta", "noise_multiplier"))
+        self._refuse("paper", (*PRIVATE_ONLY, "epsilon", "delta", "noise_multiplier"))
 
     def _check_none(self) -> None:
-        self._refuse("none", ("epsilon", "delta", "noise_multiplier", "sigma"))
+        self._refuse("none", (*PRIVATE_ONLY, "epsilon", "delta", "noise_multiplier", "sigma"))
 
     def _refuse(self, mode: str, names: Iterable[str]) -> None:
         for name in names:
-            if getattr(self, name) is not None:
+            if getattr(self, name) != getattr(Privacy, name):  # the default
                 raise ConfigError(
                     f'privacy.{name} = {getattr(self, name)} means nothing in mode = "{mode}", which gives no '
                     'guarantee; remove it or set privacy.mode = "private"'
@@ -230,6 +261,7 @@ class Config(Section):
     total_samples: int | None = None  # sites only: all sites' records together
     device: str = "auto"
     precision: str = "float32"  # bfloat16: layers run in it, and fast kernels are used; sums and noise stay as they are
+    compile: bool = False  # on a GPU, outside private mode: layers fused by torch.compile, after a minute's wait
     evaluate_every: float = 1.0  # epochs
     checkpoint_every: float = 5.0  # epochs; 0: only when interrupted
     options: Mapping[str, Any] = field(default_factory=dict)  # passed to the task's function

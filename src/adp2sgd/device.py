@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,6 +29,11 @@ def tune(device: torch.device, precision: str, *, private: bool = False) -> None
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if fast and not private else "highest")
         torch.backends.cudnn.allow_tf32 = not private
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether `torch.compile` has what it needs for this device: a GPU, Triton, and a C compiler for its launchers."""
+    return device.type == "cuda" and find_spec("triton") is not None and shutil.which("cc") is not None
 
 
 def laid_out(inputs: Tensor) -> Tensor:
@@ -59,7 +66,7 @@ class Recorded:
     def __call__(self, *tensors: Tensor) -> Any:
         if not tensors[0].is_cuda or self._failed:
             return self._work(*tensors)
-        shape = tuple(tensor.shape for tensor in tensors)
+        shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if shape not in self._graphs:
             self._seen[shape] += 1
             if self._seen[shape] <= SETTLED or len(self._graphs) >= MOST_GRAPHS or not self._record(shape, tensors):
@@ -85,10 +92,14 @@ class Recorded:
         return True
 
 
-def repeatable(module: nn.Module) -> bool:
-    """Whether a forward pass does the same at every call, so that it may be recorded: known of torch's layers and of
-    ours. A module that chooses in Python (by `random`, say) does not; one that does not may say `repeatable = True`."""
-    return all(
-        type(part).__module__.partition(".")[0] in ("torch", "adp2sgd") or getattr(part, "repeatable", False)
-        for part in module.modules()
+def repeatable(module: nn.Module, loss: Callable[..., Any]) -> bool:
+    """Whether model and loss do the same at every call, so that they may be recorded: known of torch's and of ours.
+    Code that chooses in Python (by `random`, say) does not; a module or function may say that it does by an attribute
+    `repeatable = True`."""
+    return all(_known(type(part)) or getattr(part, "repeatable", False) for part in module.modules()) and (
+        _known(loss) or _known(type(loss)) or getattr(loss, "repeatable", False)
     )
+
+
+def _known(thing: Any) -> bool:
+    return getattr(thing, "__module__", "").partition(".")[0] in ("torch", "adp2sgd")

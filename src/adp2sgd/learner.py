@@ -25,7 +25,7 @@ from adp2sgd.data.batches import Batches
 from adp2sgd.data.feed import feed
 from adp2sgd.data.records import Records
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.privatize import Gradient, GradientStep
+from adp2sgd.gradient.privatize import Gradient, GradientStep, PrivateStep
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.streams import Streams
 from adp2sgd.progress import Progress
@@ -60,7 +60,9 @@ class Learner:
         steps_per_epoch: float,
         streams: Streams,
         budget: Budget | None = None,
+        copies: int = 1,
     ) -> None:
+        """`copies`: rows that the gradient step gets of each record, augmented independently."""
         self.number = number
         self.progress = progress
         self.budget = budget
@@ -81,6 +83,7 @@ class Learner:
         self._optimizer = optimizer
         self._steps_per_epoch = steps_per_epoch
         self._streams = streams
+        self._copies = copies
         self._mutex = threading.Lock()
         size = len(self.state)
         self._change = torch.empty_like(self.state[: size if self.state.is_cuda else min(size, BLOCK)])
@@ -89,6 +92,16 @@ class Learner:
     def may_step(self) -> bool:
         """False once the privacy budget allows no further step; the learner then goes on averaging."""
         return self.budget is None or not self.budget.exhausted
+
+    @property
+    def clip_norm(self) -> float | None:
+        """C at the next step: public, as it follows from what earlier steps released. None outside private mode."""
+        return self._gradient_step.clip_norm if isinstance(self._gradient_step, PrivateStep) else None
+
+    @clip_norm.setter
+    def clip_norm(self, value: float | None) -> None:
+        if isinstance(self._gradient_step, PrivateStep) and value is not None:
+            self._gradient_step.clip_norm = value
 
     @property
     def noise_source(self) -> str:
@@ -175,6 +188,8 @@ class Learner:
     def _batch(self) -> tuple[Tensor, Tensor]:
         stored, targets = self._feed.take()
         inputs = self._task.prepare(stored)
+        if self._copies > 1:
+            inputs, targets = (part.repeat_interleave(self._copies, dim=0) for part in (inputs, targets))
         if self._task.augment is not None and len(inputs):
             generator = self._streams("augment", self.steps).torch_generator(self._model.device)
             inputs = self._task.augment(inputs, generator)

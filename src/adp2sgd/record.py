@@ -1,6 +1,7 @@
 """A run's folder: the configuration, what each learner did, checkpoints, the result. The same for every engine.
 
 runs/NAME/config.toml                       complete, with defaults
+runs/NAME/events.jsonl                      one line per evaluation of θ (real engines)
 runs/NAME/learner-ID/events.jsonl           one line per step and evaluation; stays at the learner
 runs/NAME/learner-ID/ledger.jsonl           privacy spent (simulations; real sites keep theirs across runs)
 runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
@@ -35,6 +36,7 @@ class Point:
     loss: float
     accuracy: float | None
     consensus: float
+    learners: int | None = None  # whose models θ averages, where not all answered in time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class LearnerResult:
     epsilon: float | None = None
     epsilon_spent: float | None = None
     max_steps: int | None = None
+    clip_norm: float | None = None  # private mode: C after the last step
 
 
 @dataclass(frozen=True, kw_only=True)

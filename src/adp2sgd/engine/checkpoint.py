@@ -1,4 +1,4 @@
-"""A simulation on disk, complete: weights, ŵ_k, velocities, counts, the heap and the messages under way.
+"""A simulation on disk, complete: weights, ŵ_k, velocities, clip norms, counts, the heap and the messages under way.
 
 Random streams need no state: in a seeded run each is a function of seed, learner, purpose and step.
 """
@@ -80,6 +80,7 @@ def _pack_member(member: Member, tensors: dict[str, Tensor]) -> dict[str, Any]:
         tensors[f"{learner.number}.velocity"] = learner.velocity
     return {
         "steps": learner.steps,
+        "clip_norm": learner.clip_norm,
         "turns": member.turns,
         "read_at": member.read_at,
         "staleness_total": member.staleness_total,
@@ -97,6 +98,7 @@ def _unpack_member(member: Member, kept: dict[str, Any], tensors: dict[str, Tens
     learner.read.copy_(tensors[f"{learner.number}.read"])
     if learner.velocity is not None:
         learner.velocity.copy_(tensors[f"{learner.number}.velocity"])
+    learner.clip_norm = kept.get("clip_norm")
     learner.resume_at(kept["steps"])
     learner.progress.restore(_unpack_counts(kept["progress"]))
     for name in ("turns", "read_at", "staleness_total", "staleness_max"):

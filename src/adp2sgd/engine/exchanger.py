@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from adp2sgd.exchange.protocol import Answer, Copy, Exchange, Message, Request
+from adp2sgd.exchange.protocol import Answer, Busy, Copy, Exchange, Message, Model, Request
 from adp2sgd.exchange.shared import NO_SLOT, Datagram, Inbox, Layout, Memory, Outbox, Post, decode, encode
 from adp2sgd.learner import Learner
 
 BEAT_S = 0.2  # between two reports to the supervisor
 SUPERVISOR = "supervisor"
+OBSERVER = "observer"  # the supervisor's other socket, for looks at θ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +45,23 @@ class Exchanger(threading.Thread):
     """
 
     def __init__(
-        self, place: Place, learner: Learner, post: Post, *, target_steps: int, report: Callable[[], dict[str, Any]]
+        self,
+        place: Place,
+        learner: Learner,
+        post: Post,
+        *,
+        target_steps: int,
+        report: Callable[[], dict[str, Any]],
+        snapshot: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        """`snapshot` copies what others are to see into a given tensor; by default the learner's state."""
         super().__init__(name="exchange", daemon=True)
         self.go, self.over, self.reached = threading.Event(), threading.Event(), threading.Event()
         self.wake = threading.Event()  # set with `over` or `reached`
         layout = Layout(len(learner.state), learner.state.dtype)
-        self.deadline_s = 1.0 + layout.stride / 100e6
+        self.deadline_s = layout.deadline_s
         memory = Memory(place.descriptors[place.learner], layout)
-        self._outbox = Outbox(memory, learner, 4 * self.deadline_s)
+        self._outbox = Outbox(memory, learner, 4 * self.deadline_s, snapshot)
         self._inbox = Inbox(place.descriptors, layout, learner.state.device)
         first = (place.start << 32) + 1  # numbers of an earlier start may still be under way
         self.exchange = Exchange(learner, first=first, snapshot=self._take, send=self._send)
@@ -194,6 +203,22 @@ class Exchanger(threading.Thread):
             self.over.set()
             self.wake.set()
             self.go.set()
+        elif note["do"] == "show":
+            self._show(note["number"])
+
+    def _show(self, number: int) -> None:
+        """A snapshot for a look at θ. This is no exchange: nothing is mixed, and nothing is counted."""
+        me, outbox = self._place.learner, self._outbox
+        room = len(outbox.free) >= 2  # one stays for a commit, as above
+        kind = Model if room and not self._closing and not self.exchange.lost else Busy
+        counts = self._learner.progress.counts()
+        reply = kind(sender=me, receiver=me, initiator=me, number=number, progress=counts)
+        if kind is Busy:
+            self._post.send(OBSERVER, encode(reply))
+            return
+        outbox.take()
+        if not self._post.send(OBSERVER, encode(reply, outbox.slot, outbox.memory.sequence(outbox.slot))):
+            outbox.take_back()
 
     def _patience(self) -> float:
         """Seconds until something is due."""

@@ -1,4 +1,4 @@
-"""A learner on disk: its model, velocity and step counts, never its noise. The one before it is kept as well."""
+"""A learner on disk: model, velocity, clip norm and step counts, never its noise. The one before it is kept as well."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def save(folder: Folder, learner: Learner, facts: Mapping[str, Any]) -> None:
         with folder.replacing(f"{own.name}/{PREVIOUS}") as part:
             part.unlink()
             os.link(own / NEWEST, part)
-    everything = {**facts, "counts": counts, "checksums": _checksums(tensors)}
+    everything = {**facts, "clip_norm": learner.clip_norm, "counts": counts, "checksums": _checksums(tensors)}
     folder.save_tensors(f"{own.name}/{NEWEST}", tensors, everything)
 
 
@@ -77,7 +77,15 @@ def restore(learner: Learner, saved: Saved) -> None:
     learner.state.copy_(saved.state)
     if learner.velocity is not None and "velocity" in saved.tensors:
         learner.velocity.copy_(saved.tensors["velocity"])
+    learner.clip_norm = saved.facts.get("clip_norm")
     learner.progress.restore(saved.counts)
+
+
+def restore_clip_norm(folder: Folder, learner: Learner) -> None:
+    """The clip norm alone, for a learner that got its model from another one; it stays where nothing was kept."""
+    saved = load(folder, learner.number) if learner.clip_norm is not None else None
+    if saved is not None:
+        learner.clip_norm = saved.facts.get("clip_norm")
 
 
 def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -68,10 +68,15 @@ def headline(supervisor: Supervisor) -> str:
     states = [seat.state for seat in supervisor.seats]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     rate = sum(seat.status.get("rate", 0.0) for seat in supervisor.seats)
-    return (
+    line = (
         f"{setup.config.task} {setup.config.algorithm} · epoch {setup.epoch(supervisor.global_steps):.1f}/"
         f"{setup.config.epochs:g} · {supervisor.seconds:,.1f} s · {rate:,.1f} steps/s · {counts}"
     )
+    if supervisor.curve:
+        last = supervisor.curve[-1]
+        found = f"loss {last.loss:.4f}" if last.accuracy is None else f"accuracy {last.accuracy:.1%}"
+        line += f" · θ at epoch {last.epoch:.1f}: {found}"
+    return line
 
 
 class Spending:

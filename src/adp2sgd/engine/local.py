@@ -14,6 +14,7 @@ from adp2sgd.config import Config
 from adp2sgd.engine import learner_checkpoint
 from adp2sgd.engine.evaluate import average, consensus, evaluate
 from adp2sgd.engine.nursery import Nursery
+from adp2sgd.engine.observer import write_point
 from adp2sgd.engine.setup import Setup, finish, open_budget, prepare
 from adp2sgd.engine.supervisor import SESSION, Patience, Seat, Supervisor
 from adp2sgd.errors import InterruptedRunError, LedgerError, RunError
@@ -122,9 +123,11 @@ def _result(supervisor: Supervisor, home: Folder) -> Run:
         accuracy=metrics.accuracy,
         consensus=consensus([state.to(setup.device) for state in states.values()], theta),
     )
-    run = finish(setup, accounts, results, (point,), theta=theta, clock="real", folder=str(home.path))
+    curve = (*(each for each in supervisor.curve if each.global_steps < steps), point)
+    run = finish(setup, accounts, results, curve, theta=theta, clock="real", folder=str(home.path))
     run = replace(run, notes=(*run.notes, *_told(supervisor)))
     try:
+        write_point(home, point)
         home.write_result(run)
     except OSError as error:
         raise RunError(
@@ -171,6 +174,7 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
         halves=totals["halves"] + seat.died,
         restarts=seat.restarts,
         state=seat.fate,
+        clip_norm=seat.status.get("clip_norm"),
         **(account.budget.figures() if account.budget is not None else {}),
     )
 

@@ -23,16 +23,17 @@ from adp2sgd.errors import ConfigError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.engine import Engine
-from adp2sgd.gradient.privatize import GradientStep, PlainStep, PrivateStep
+from adp2sgd.gradient.privatize import Adaptation, GradientStep, PlainStep, PrivateStep
 from adp2sgd.learner import Learner
 from adp2sgd.privacy import checks
 from adp2sgd.privacy.budget import Budget
+from adp2sgd.privacy.mechanism import beside_count
 from adp2sgd.privacy.streams import Streams
 from adp2sgd.progress import Progress
 from adp2sgd.record import LearnerResult, Point, Run, versions
 from adp2sgd.task import Task, resolve
 
-SEEDED_PIECE = 512  # records whose gradients are taken at once in a seeded run
+SEEDED_PIECE = 512  # rows (a record has `copies` of them) whose gradients are taken at once in a seeded run
 NO_GUARANTEE = {
     "none": "the gradients carry no noise",
     "paper": "the paper's noise is added to gradients that are not clipped, so one record's influence is unbounded",
@@ -58,14 +59,17 @@ class Setup:
     def plain_step(self) -> PlainStep:
         """One for all learners of the process: they share the model, and so the recorded step."""
         config = self.config
-        return PlainStep(self.task.loss, config.privacy.sigma or 0.0, AUTOCAST[config.precision])
+        compiled = config.compile and self.device.type == "cuda"
+        return PlainStep(self.task.loss, config.privacy.sigma or 0.0, AUTOCAST[config.precision], compiled=compiled)
 
     @cached_property
     def engine(self) -> Engine:
         """Takes the private gradients of all learners of the process."""
         # A seeded run must not depend on the memory that happens to be free.
-        piece = None if self.config.seed is None else SEEDED_PIECE
-        return choose.build(self.model, self.task.loss, piece=piece, autocast=AUTOCAST[self.config.precision])
+        copies = self.config.privacy.copies
+        piece = None if self.config.seed is None else max(1, SEEDED_PIECE // copies)
+        autocast, name = AUTOCAST[self.config.precision], self.config.privacy.engine
+        return choose.build(self.model, self.task.loss, engine=name, copies=copies, piece=piece, autocast=autocast)
 
     def epoch(self, global_steps: int) -> float:
         return global_steps / self.steps_per_epoch
@@ -125,6 +129,11 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, rows: Sequence[
     ):
         raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
     warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
+    if privacy.copies > 1 and task.augment is None:
+        raise ConfigError(
+            f'privacy.copies = {privacy.copies} needs augmentation, and task = "{config.task}" has none; set '
+            "options.augment = true where the data are images, or leave copies out"
+        )
     stored, targets = task.train.inputs[:2].to(model.device), task.train.targets[:2].to(model.device)
     warnings += checks.check_rows(task.prepare, task.augment, stored)
     return warnings + checks.check_model(model.module, task.loss, task.prepare(stored), targets)
@@ -161,6 +170,7 @@ def make_learner(setup: Setup, number: int, folder: Path, *, start: int = 0) -> 
         steps_per_epoch=setup.steps_per_epoch,
         streams=streams,
         budget=budget,
+        copies=config.privacy.copies,
     )
 
 
@@ -173,8 +183,15 @@ def _gradient_step(setup: Setup, budget: Budget | None) -> GradientStep:
     privacy = setup.config.privacy
     if budget is None:
         return setup.plain_step
-    noise = budget.plan.mechanism.noise_multiplier
-    return PrivateStep(setup.engine, clip_norm=privacy.clip_norm, noise_multiplier=noise)
+    clip_norm, noise = privacy.clip_norm, budget.plan.mechanism.noise_multiplier
+    count_noise = privacy.noise_on_count(setup.config.batch_size)
+    if privacy.clip_quantile is None or count_noise is None:
+        return PrivateStep(setup.engine, clip_norm=clip_norm, noise_multiplier=noise)
+    adaptation = Adaptation(
+        quantile=privacy.clip_quantile, rate=privacy.clip_rate, count_noise=count_noise, start=clip_norm
+    )
+    own = beside_count(noise, count_noise)
+    return PrivateStep(setup.engine, clip_norm=clip_norm, noise_multiplier=own, adaptation=adaptation)
 
 
 def open_budget(setup: Setup, number: int, folder: Path) -> Budget:
@@ -214,8 +231,10 @@ def explain_gradients(config: Config) -> list[choose.Row]:
     """How private mode would take the gradients of each layer of the configured model."""
     setup = prepare(config.replace(privacy=Privacy()))
     rows = min(len(setup.task.train), config.batch_size)
-    inputs = setup.task.prepare(setup.task.train.inputs[:rows]).to(setup.device)
-    return choose.explain(setup.model, setup.task.loss, inputs, setup.task.train.targets[:rows].to(setup.device))
+    batch = setup.task.prepare(setup.task.train.inputs[:rows]), setup.task.train.targets[:rows]
+    copies = config.privacy.copies
+    inputs, targets = (part.to(setup.device).repeat_interleave(copies, dim=0) for part in batch)
+    return choose.explain(setup.model, setup.task.loss, inputs, targets, copies=copies)
 
 
 class Accounted(Protocol):

@@ -148,6 +148,8 @@ class Simulation:
         learner, stale = member.learner, member.note_staleness(self.global_steps)
         self.global_steps += 1
         event = {"step": learner.steps, "global_step": self.global_steps, "seconds": self.time, "staleness": stale}
+        if learner.clip_norm is not None:
+            event["clip_norm"] = learner.clip_norm
         self._watch.steps.append((learner.number, event))
         self._watch.norms.append(learner.gradient_norm)
         if len(self._watch.steps) >= WATCH_EVERY:
@@ -234,6 +236,7 @@ class Simulation:
             bytes_sent=tally.bytes_sent,
             loss=metrics.loss,
             accuracy=metrics.accuracy,
+            clip_norm=learner.clip_norm,
             **(learner.budget.figures() if learner.budget is not None else {}),
         )
 

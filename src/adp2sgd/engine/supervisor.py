@@ -1,4 +1,4 @@
-"""Starts the learners, listens, replaces those that die, says when the run is over. No weight passes through it."""
+"""Starts the learners, listens, replaces those that die, says when the run is over. It only looks at their weights."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from adp2sgd.engine.exchanger import SUPERVISOR
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.engine.nursery import Nursery
+from adp2sgd.engine.observer import Observer, read_curve
 from adp2sgd.engine.setup import Setup
 from adp2sgd.errors import DivergedError, PrivacyError, RunError
 from adp2sgd.exchange.shared import Layout, Memory, Post
@@ -104,7 +105,8 @@ class Supervisor:
         self.patience = patience or Patience()
         self._nursery = nursery
         self._mode = mode
-        self._elapsed_s = elapsed_s
+        self.curve = read_curve(folder)  # θ, evaluated while the learners train; earlier sessions' points first
+        self._elapsed_s = max([elapsed_s, *(point.seconds for point in self.curve)])
         self._exchange = exchange
         self._on_status = on_status or (lambda _: None)
         self._going_at: float | None = None
@@ -112,7 +114,8 @@ class Supervisor:
         self._quiet_since: float | None = None
         self._counts: dict[Key, int] = {}  # everybody's steps, from the learners' last words
         self._token = secrets.token_hex(8)
-        state = setup.model.weights.numel() + setup.model.buffers.numel()
+        private = setup.config.privacy.mode == "private"  # then no buffer travels
+        state = setup.model.weights.numel() + (0 if private else setup.model.buffers.numel())
         self._layout = Layout(state, setup.model.weights.dtype)
 
     @property
@@ -138,7 +141,12 @@ class Supervisor:
         self._post = Post(self._token, SUPERVISOR)
         self._store = self._make_store()
         self.keep()
+        self._observer = Observer(
+            self.setup, self.folder, self._token, self._descriptors, self._layout,
+            curve=self.curve, notes=self.notes, clock=lambda: self.seconds,
+        )  # fmt: skip
         try:
+            self._observer.start()
             self._nursery.give(self._descriptors)
             with Interrupt() as interrupt:
                 for seat in self.seats:
@@ -148,6 +156,7 @@ class Supervisor:
             self._collect()
         finally:
             self._nursery.close()  # first: then nobody uses the rest any more
+            self._observer.close()
             self._post.close()
             for descriptor in self._descriptors:
                 os.close(descriptor)
@@ -175,6 +184,8 @@ class Supervisor:
             self._end()
         self._watch()
         self._direct()
+        if self._going_at is not None and self._over_at is None:
+            self._observer.note(self.global_steps)
         self._on_status(self)
 
     # ------------------------------------------------------------ listening

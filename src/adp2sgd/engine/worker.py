@@ -58,7 +58,9 @@ class Worker:
         self.target_steps = setup.target_steps
         if not order["exchange"]:  # then nobody hears of the others' steps: each takes its share
             self.target_steps = math.ceil(setup.target_steps / self.config.learners)
-        self.exchanger = Exchanger(place, self.learner, post, target_steps=self.target_steps, report=self.status)
+        self.exchanger = Exchanger(
+            place, self.learner, post, target_steps=self.target_steps, report=self.status, snapshot=self.snapshot
+        )
         self.keeper = Keeper(setup, self.learner, folder, {"start": place.start, "seed": setup.seed})
         self.turns = 0
         self.staleness_total = self.staleness_max = 0
@@ -100,6 +102,10 @@ class Worker:
     def exchange_before(self) -> None:
         """Whatever must be ready before the exchange thread starts."""
         self.exchanger.exchange.lost = self.order["mode"] == "comeback"
+
+    def snapshot(self, out: Tensor) -> Tensor:
+        """What others see of the learner, copied by the exchange thread."""
+        return self.learner.snapshot(out)
 
     # ------------------------------------------------------------ training
 
@@ -181,6 +187,8 @@ class Worker:
             "staleness": stale,
             "start": self.place.start,
         }
+        if learner.clip_norm is not None:
+            event["clip_norm"] = learner.clip_norm
         self._pending.append((event, learner.gradient_norm))
         if len(self._pending) >= WATCH_EVERY or self.step_s > 0.01:
             self._look_at_norms()
@@ -233,6 +241,7 @@ class Worker:
             "bytes_sent": tally.bytes_sent,
             "notes": [*self.notes, *([keeper.trouble] if keeper.trouble else [])],
             "drawn": learner.budget.steps if learner.budget is not None else None,
+            "clip_norm": learner.clip_norm,
         }
         if keeper.metrics is not None:
             status |= {"loss": keeper.metrics.loss, "accuracy": keeper.metrics.accuracy}
@@ -250,6 +259,7 @@ class Worker:
     def _find_model(self) -> None:
         mode = self.order["mode"]
         if mode == "comeback" and self._copy_from_somebody():
+            learner_checkpoint.restore_clip_norm(self.folder, self.learner)
             return
         if mode == "fresh":
             return

@@ -20,7 +20,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +31,9 @@ from adp2sgd.exchange.protocol import MESSAGES, Message
 from adp2sgd.learner import Learner
 from adp2sgd.progress import Count
 
-SLOTS = 3  # one exchange at a time, one whose reader has not released it yet, one for a learner that comes back
+# one exchange at a time, one whose reader has not released it yet, one for a learner that comes back, one for a look
+# at θ; pages are taken only when they are written
+SLOTS = 4
 PAGE = 4096
 KINDS = (*MESSAGES.values(), Message)  # a plain Message is news: step counts and nothing else
 HEAD = struct.Struct("<BHHHQBQ")  # kind, sender, receiver, initiator, number, slot, sequence
@@ -55,6 +57,11 @@ class Layout:
     @property
     def stride(self) -> int:
         return math.ceil(self.length * self.dtype.itemsize / PAGE) * PAGE
+
+    @property
+    def deadline_s(self) -> float:
+        """How long an answer with a snapshot may take."""
+        return 1.0 + self.stride / 100e6
 
     @property
     def size(self) -> int:
@@ -106,10 +113,14 @@ class Memory:
 class Outbox:
     """The own memory: where snapshots are taken to. On a GPU `take` also keeps a copy there, for the own half."""
 
-    def __init__(self, memory: Memory, learner: Learner, patience_s: float) -> None:
+    def __init__(
+        self, memory: Memory, learner: Learner, patience_s: float, snapshot: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """`snapshot` copies into a given tensor what is to be sent; by default the learner's state."""
         self.memory = memory
         self.slot = NO_SLOT  # of the last snapshot
-        self._learner = learner
+        self._state = learner.state
+        self._snapshot = snapshot or learner.snapshot
         self._patience_s = patience_s
         self._taken = [-math.inf] * SLOTS
         self._device = learner.state.device
@@ -129,7 +140,7 @@ class Outbox:
         self._taken[slot] = time.monotonic()
         self.memory.set_sequence(slot, self.memory.sequence(slot) + 1)  # a late reader notices before the first byte
         if self._stream is None:
-            return self._learner.snapshot(self.memory.slots[slot])
+            return self._snapshot(self.memory.slots[slot])
         return self._through_gpu(slot, self._stream)
 
     def take_back(self) -> None:
@@ -139,8 +150,8 @@ class Outbox:
     def _through_gpu(self, slot: int, stream: torch.cuda.Stream) -> Tensor:
         """All work on the state is queued behind the training's; only this thread waits for the copy to the host."""
         if slot not in self._staged:
-            self._staged[slot] = torch.empty_like(self._learner.state)
-        staged = self._learner.snapshot(self._staged[slot])
+            self._staged[slot] = torch.empty_like(self._state)
+        staged = self._snapshot(self._staged[slot])
         stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.stream(stream):
             self.memory.slots[slot].copy_(staged, non_blocking=True)

@@ -34,6 +34,8 @@ class BookKeeping:
         autocast: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.copies, self.piece, self.autocast = model, loss, copies, piece, autocast
+        named = dict(model.module.named_parameters())
+        self.trained = {piece.name: named[piece.name] for piece in model.slices}
         self._recorded = {training: Recorded(self._sum) for training in (True, False)}
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
@@ -51,18 +53,16 @@ class BookKeeping:
             part = self._piece(x, y, clip_norm)
             total += part.total
             norms.append(part.norms)
-        return Clipped(total.to(self.model.weights.dtype), torch.cat(norms))
+        return Clipped(total, torch.cat(norms))
 
     def record(self, inputs: Tensor, targets: Tensor) -> Recording:
         """The recorded passes over these rows."""
         module = self.model.module
-        named = dict(module.named_parameters())
-        trained = {piece.name: named[piece.name] for piece in self.model.slices}
-        recording = Recording(trained, module.buffers(), len(inputs) // self.copies)
+        recording = Recording(self.trained, module.buffers(), len(inputs) // self.copies)
         autocast = torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext()
         with torch.enable_grad(), autocast, recording:
             losses = self.loss(module(inputs), targets)
-            mean = losses.sum() / self.copies
+            mean = losses.sum() / self.copies if self.copies > 1 else losses.sum()
         if mean.requires_grad:
             # Only what leads to recorded layers: the parameters' own `grad` is never written.
             mean.backward(inputs=recording.leaves)
@@ -71,10 +71,12 @@ class BookKeeping:
     def _piece(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
         records = len(inputs) // self.copies
         given = (inputs, targets, *self._scalars(clip_norm, records))
-        if inputs.is_cuda and repeatable(self.model.module):
+        recorded = inputs.is_cuda and repeatable(self.model.module, self.loss)
+        if recorded:
             total, norms = self._recorded[self.model.module.training](*self._padded(given))
+            recorded = bool(torch.isfinite(norms).all())  # of the filling rows too: dropout treats them otherwise
             norms = norms[:records].clone()
-        else:
+        if not recorded:
             total, norms = self._sum(*given)
         good = torch.isfinite(norms)
         if bool(good.all()):
@@ -90,14 +92,14 @@ class BookKeeping:
         recording = self.record(inputs, targets)
         with torch.no_grad():
             measured = recording.finish()
-            total = torch.zeros_like(self.model.weights)
-            norms = finite_or_infinite(measured.squares, total.dtype)
-            factors = clip_factors(effective_norms(measured), clip_norm, total.dtype)
+            dtype = self.model.weights.dtype
+            norms = finite_or_infinite(measured.squares, dtype)
+            factors = clip_factors(effective_norms(measured), clip_norm, dtype)
             factors = factors * (torch.arange(len(factors), device=factors.device) < records)
-            views = self.model.named_views(total)
-            for name, part in recording.weighted(factors):
-                views[name].copy_(part)
-            return total, norms
+            parts = dict(recording.weighted(factors))
+            unused = (name for name in self.trained if name not in parts)
+            parts |= {name: torch.zeros_like(self.trained[name]) for name in unused}
+            return torch.cat([parts[name].reshape(-1) for name in self.trained]), norms
 
     def _scalars(self, clip_norm: float, records: int) -> tuple[Tensor, Tensor]:
         """As tensors: a recorded step must not hold on to their values."""

@@ -25,7 +25,7 @@ def effective_norms(measured: Measured) -> Tensor:
         return norms
     # Below SUSPECT roundings are no conspiracy; where a gradient is nearly all cancelled, weights may be made for it.
     suspicion = (measured.doubt / (SUSPECT * norms)).nan_to_num(0.0).clamp(max=1.0)
-    return norms + measured.doubt * (1 + suspicion * max(0, measured.terms) / ROUNDINGS)
+    return torch.addcmul(norms + measured.doubt, measured.doubt, suspicion, value=max(0, measured.terms) / ROUNDINGS)
 
 
 def clip_factors(norms: Tensor, clip_norm: float | Tensor, dtype: torch.dtype) -> Tensor:
@@ -33,12 +33,12 @@ def clip_factors(norms: Tensor, clip_norm: float | Tensor, dtype: torch.dtype) -
 
     Guarantee: factor × norm is below `clip_norm`, with room for the rounding of the product.
     """
-    norms = norms.double()
-    factors = (clip_norm * (1 - SLACK[dtype]) / norms).clamp(max=1.0)
-    return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms)).to(dtype)
+    # Over an infinite norm the quotient is 0, or no number where `clip_norm` is infinite as well. A quotient too small
+    # for full precision in `dtype` would be rounded by more than the room allows.
+    factors = (clip_norm * (1 - SLACK[dtype]) / norms.double()).clamp_(max=1.0).nan_to_num_(0.0)
+    return (factors * (factors >= torch.finfo(dtype).tiny)).to(dtype)
 
 
 def finite_or_infinite(squares: Tensor, dtype: torch.dtype) -> Tensor:
     """Norms from their squares; infinite where the norm is not a finite number of this type."""
-    norms = squares.clamp(min=0).sqrt().to(dtype)
-    return torch.where(torch.isfinite(norms), norms, torch.full_like(norms, float("inf")))
+    return squares.clamp(min=0).sqrt_().to(dtype).nan_to_num_(nan=float("inf"), posinf=float("inf"))

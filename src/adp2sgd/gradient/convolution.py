@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product as grid_points
 from math import prod
 
@@ -52,6 +53,24 @@ class Geometry:
             for position in grid_points(*steps)
         ]
 
+    @lru_cache(maxsize=1024)  # noqa: B019 (the same few layers at every step)
+    def laid_out(self, outputs: tuple[int, ...], fold: int) -> tuple[tuple[int, ...], int]:
+        """The grid of a phase for outputs of this size, and how far the outputs of `fold` images reach on it."""
+        reach = [(k - 1) * d // s for k, d, s in zip(self.kernel, self.dilation, self.stride, strict=True)]
+        grid = tuple(size + r for size, r in zip(outputs, reach, strict=True))
+        steps = [prod(grid[i + 1 :]) for i in range(len(grid))]
+        last = sum((size - 1) * step for size, step in zip(outputs, steps, strict=True))
+        return grid, (fold - 1) * prod(grid) + last + 1
+
+    @lru_cache(maxsize=1024)  # noqa: B019
+    def costs(self, outputs: tuple[int, ...], fold: int, c: int, p: int) -> tuple[float, float]:
+        """Multiplications for norm and sum of one record from Gram matrices, and from a gradient at the price of the
+        plain one. c channels become p in each group; a moved number counts as `TRAFFIC` multiplications."""
+        (grid, length), taps = self.laid_out(outputs, fold), prod(self.kernel)
+        area, phases = fold * prod(grid), len({phase for phase, _ in self.offsets(grid)})
+        grams = GRAM * (phases * area**2 * c + length**2 * (p + TRAFFIC * taps) * self.groups)
+        return grams + fold * prod(outputs) * taps * c * p, (length + TRAFFIC) * taps * c * p
+
 
 class Convolution:
     """`inputs` [n·fold, c, …], `outputs` (gradients) [n·fold, p, …]: fold images belong to each of n records."""
@@ -59,11 +78,7 @@ class Convolution:
     def __init__(self, inputs: Tensor, outputs: Tensor, weight: Tensor, geometry: Geometry, records: int) -> None:
         self.inputs, self.outputs, self.weight, self.geometry, self.n = inputs, outputs, weight, geometry, records
         self.fold = len(inputs) // records
-        reach = [(k - 1) * d // s for k, d, s in zip(geometry.kernel, geometry.dilation, geometry.stride, strict=True)]
-        self.grid = tuple(size + r for size, r in zip(outputs.shape[2:], reach, strict=True))
-        steps = [prod(self.grid[i + 1 :]) for i in range(len(self.grid))]
-        last = sum((size - 1) * step for size, step in zip(outputs.shape[2:], steps, strict=True))
-        self.length = (self.fold - 1) * prod(self.grid) + last + 1
+        self.grid, self.length = geometry.laid_out(tuple(outputs.shape[2:]), self.fold)
         self.held = inputs.numel() * inputs.element_size() + outputs.numel() * outputs.element_size()
         self.formed = records * weight.numel() * 4
         self.cost = self._cost()
@@ -74,14 +89,10 @@ class Convolution:
         return compare(self.cost)
 
     def _cost(self) -> dict[str, float]:
-        """Multiplications for norm and sum of one record; a moved number counts as `TRAFFIC` of them."""
-        groups, taps = self.geometry.groups, prod(self.geometry.kernel)
-        c, p = self.inputs.shape[1], self.outputs.shape[1] // groups
-        area, phases = self.fold * prod(self.grid), len({phase for phase, _ in self.geometry.offsets(self.grid)})
-        form = (self.length + TRAFFIC) * taps * c * p
-        grams = GRAM * (phases * area**2 * c + self.length**2 * (p + TRAFFIC * taps) * groups)
-        plain_sum = self.fold * prod(self.outputs.shape[2:]) * taps * c * p
-        return {"ghost": grams + plain_sum, "per-record": form * REPEAT[self.inputs.device.type]}
+        """Multiplications for norm and sum of one record."""
+        channels = (self.inputs.shape[1], self.outputs.shape[1] // self.geometry.groups)
+        ghost, formed = self.geometry.costs(tuple(self.outputs.shape[2:]), self.fold, *channels)
+        return {"ghost": ghost, "per-record": formed * REPEAT[self.inputs.device.type]}
 
     def measure(self) -> Measured:
         self.inputs, self.outputs = as_multiplied(self.inputs, KIND), as_multiplied(self.outputs, KIND)
@@ -118,10 +129,13 @@ class Convolution:
         groups, channels = self.geometry.groups, self.inputs.shape[1]
         if 1 < groups == channels:
             return self._side_by_side()
-        few = channels // groups < FEW_CHANNELS or prod(self.outputs.shape[2:]) <= FEW_PIXELS
-        if few or (self.inputs.is_cuda and (prod(self.geometry.stride) > 1 or prod(self.geometry.kernel) == 1)):
-            return self._patches()
-        return PER_RECORD[self.inputs.device.type](self)
+        pixels = prod(self.outputs.shape[2:])
+        few = channels // groups < FEW_CHANNELS or pixels <= FEW_PIXELS
+        if self.inputs.is_cuda:
+            few = few or prod(self.geometry.stride) > 1 or prod(self.geometry.kernel) == 1
+        elif groups == 1 and (self.outputs.shape[1] > FEW_OUTPUTS or pixels <= FEW_PIXELS):
+            return self._in_portions()
+        return self._patches() if few else PER_RECORD[self.inputs.device.type](self)
 
     def weighted(self, factors: Tensor) -> Tensor:
         scale = factors.repeat_interleave(self.fold).view(-1, *[1] * (self.outputs.dim() - 1))
@@ -131,7 +145,8 @@ class Convolution:
     def _side_by_side(self) -> Tensor:
         """All records' channels as the groups of one image: the library's weight gradient of that is each record's."""
         geometry = replace(self.geometry, groups=self.n * self.geometry.groups)
-        weight = self.weight.to(self.dtype).repeat(self.n, *[1] * (self.weight.dim() - 1))
+        # Only its shape is read.
+        weight = self.weight.new_empty(self.n * len(self.weight), *self.weight.shape[1:], dtype=self.dtype)
         out = geometry.backward(self._beside(self.outputs), self._beside(self.inputs), weight, of_weight=True)
         return out.view(self.n, *self.weight.shape)
 
@@ -146,26 +161,65 @@ class Convolution:
         return self._join([product(gradient, pixels) for pixels in self._slices()])
 
     def _patches(self) -> Tensor:
-        """One batched matrix product with the patches, copied: for few channels or pixels."""
-        patches = self._copied()
-        gradient = self.outputs.reshape(len(patches), -1, patches.shape[2])
-        if patches.shape[1] <= 64:  # the longer side first is faster
-            out = product(patches, gradient.transpose(1, 2)).transpose(1, 2)
-        else:
-            out = product(gradient, patches.transpose(1, 2))
+        """Batched matrix products with the patches, copied: for few channels or pixels."""
+        groups, some = self.geometry.groups, self.portion * self.fold
+        outputs = self.outputs.reshape(len(self.inputs) * groups, -1, prod(self.outputs.shape[2:]))
+        pairs = zip(self._seen().split(some), outputs.split(some * groups), strict=True)
+        parts = [self._times(seen.reshape(len(g), -1, g.shape[2]), g) for seen, g in pairs]
+        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(1, 2)
         by_record = out.reshape(self.n, self.fold, *self.weight.shape)
         return by_record.sum(1) if self.fold > 1 else by_record[:, 0]
 
+    @staticmethod
+    def _times(patches: Tensor, gradient: Tensor) -> Tensor:
+        """patches · gradientᵀ."""
+        if patches.shape[1] > 64:  # the longer side first is faster
+            return product(gradient, patches.transpose(1, 2)).transpose(1, 2)
+        turned = gradient.transpose(1, 2)
+        return product(patches, turned if gradient.is_cuda else turned.contiguous())
+
+    @property
+    def portion(self) -> int:
+        """Records whose patches are copied at once: on a CPU they are to stay in its cache."""
+        if self.inputs.is_cuda:
+            return self.n
+        each = 4 * self.fold * prod(self.outputs.shape[2:]) * prod(self.geometry.kernel) * self.inputs.shape[1]
+        return min(self.n, max(torch.get_num_threads(), PORTION_BYTES // each))
+
+    def _in_portions(self) -> Tensor:
+        """The same with each pixel's channels together, which CPUs multiply fastest; without groups."""
+        g, n, some, p, c = self.geometry, self.n, self.portion, self.outputs.shape[1], self.inputs.shape[1]
+        sides = list(zip(self.inputs.shape[2:], g.padding, strict=True))
+        padded = self.weight.new_zeros(some * self.fold, *[s + 2 * pad for s, pad in sides], c, dtype=self.dtype)
+        inside = padded[(slice(None), *[slice(pad, pad + s) for s, pad in sides])]
+        steps = padded.stride()
+        over_outputs = [step * s for step, s in zip(steps[1:], g.stride, strict=False)]
+        over_kernel = [step * d for step, d in zip(steps[1:], g.dilation, strict=False)]
+        size = (some * self.fold, *self.outputs.shape[2:], *g.kernel, c)
+        seen = padded.as_strided(size, (steps[0], *over_outputs, *over_kernel, 1))
+        patches = padded.new_empty(size)
+        rows = patches.view(some, -1, prod(g.kernel) * c)
+        gradient = self.outputs.to(self.dtype).reshape(n, self.fold, p, -1).transpose(1, 2).reshape(n, p, -1)
+        out = padded.new_empty(n, p, rows.shape[2])
+        for x, of, to in zip(self.inputs.split(len(padded)), gradient.split(some), out.split(some), strict=True):
+            inside[: len(x)] = x.movedim(1, -1)
+            patches[: len(x)] = seen[: len(x)]
+            torch.bmm(of, rows[: len(of)], out=to)
+        return out.view(n, p, *g.kernel, c).movedim(-1, 2)
+
     def _copied(self) -> Tensor:
         """[n·fold·groups, c/groups·kernel, outputs]: what each output sees."""
-        g, groups = self.geometry, self.geometry.groups
+        return self._seen().reshape(len(self.inputs) * self.geometry.groups, -1, prod(self.outputs.shape[2:]))
+
+    def _seen(self) -> Tensor:
+        """[n·fold, c, *kernel, *outputs]: the same, as a view of the padded input."""
+        g = self.geometry
         x = F.pad(self.inputs, [a for pad in reversed(g.padding) for a in (pad, pad)])
         strides = x.stride()[2:]
         over_kernel = [step * d for step, d in zip(strides, g.dilation, strict=True)]
         over_outputs = [step * s for step, s in zip(strides, g.stride, strict=True)]
         size = (*x.shape[:2], *g.kernel, *self.outputs.shape[2:])
-        view = x.as_strided(size, (*x.stride()[:2], *over_kernel, *over_outputs))
-        return view.reshape(len(x) * groups, -1, prod(self.outputs.shape[2:]))
+        return x.as_strided(size, (*x.stride()[:2], *over_kernel, *over_outputs))
 
     def _slices(self) -> Iterator[Tensor]:
         phases: dict[tuple[int, ...], Tensor] = {}
@@ -210,7 +264,9 @@ class Convolution:
 
 KIND = "convolution"
 TRAFFIC = 30
-FEW_CHANNELS, FEW_PIXELS = 8, 64
+FEW_CHANNELS, FEW_PIXELS, FEW_OUTPUTS = 8, 64, 32
+PORTION_BYTES = 1 << 20
+"""Patches are copied in portions of about this size, which a core's cache holds."""
 PER_RECORD = {"cpu": Convolution._side_by_side, "cuda": Convolution._side_by_side}
 REPEAT = {"cpu": 1.2, "cuda": 2.0}
 """How much longer the per-record gradients take than the plain weight gradient of the same layer, measured."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Clipped:
-    """`total`: the sum of the clipped per-record gradients, laid out like `FlatModel.weights`, float32.
+    """`total`: the sum of the clipped per-record gradients, laid out like `FlatModel.weights`; in float64 where it was
+    added up in pieces, since rounding it before the noise would count as a record's influence.
     `norms`: each record's L2 norm over all parameters, before clipping; infinite where the gradient is not finite."""
 
     total: Tensor

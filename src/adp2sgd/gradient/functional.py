@@ -40,7 +40,7 @@ class Functional:
                 safe = torch.where(_along(factors, gradient) > 0, gradient, torch.zeros_like(gradient))
                 # A matrix-vector product: unlike others it is never taken in TF32.
                 views[name].add_(torch.mv(safe.reshape(len(safe), -1).t(), factors).view(safe.shape[1:]))
-        return Clipped(total.to(dtype), torch.cat(norms))
+        return Clipped(total, torch.cat(norms))
 
     def _gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         module = self.model.module

@@ -144,9 +144,12 @@ def _direction(
                 to(use)
 
     plain = [_plain(w) for w in weights]
-    bias = plain[2] + plain[3] if len(plain) == 4 else x.new_zeros(len(plain[0]))
-    x, h0, c0 = (t.to(plain[0].dtype) for t in (x, h0, c0))
-    out = Direction.apply(emit, record.token, x, h0, c0, plain[0], plain[1], bias)  # type: ignore[no-untyped-call]
+    bias = plain[2] + plain[3] if len(plain) == 4 else plain[0].new_zeros(len(plain[0]))
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else bias.dtype
+    given = (t.to(dtype) for t in (x, h0, c0, plain[0], plain[1], bias))
+    with torch.autocast(kind, enabled=False):
+        out = Direction.apply(emit, record.token, *given)  # type: ignore[no-untyped-call]
     return out[0], out[1], out[2]
 
 

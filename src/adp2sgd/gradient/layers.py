@@ -82,8 +82,8 @@ class ConvolutionLayer:
         if self.emit:
             self.emit(Convolution(x, gradient, self.weight, self.geometry, self.n))
         if self.emit_bias:
-            sums = gradient.flatten(2).sum(2, dtype=wide(gradient))
-            self.emit_bias(rules.Kept(sums.view(self.n, -1, sums.shape[1]).sum(1)))
+            sums = gradient.sum(tuple(range(2, gradient.dim())), dtype=wide(gradient))
+            self.emit_bias(rules.Kept(_by_record(sums, self.n)))
         return self.geometry.backward(gradient, x, self.weight, of_weight=False) if of_input else None
 
 
@@ -104,22 +104,23 @@ class GroupNormLayer:
         return tuple(out)
 
     def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
-        # A CUDA grid has at most 65,535 blocks along the axis on which the groups lie.
-        rows = 65_535 // self.groups
-        split = zip(*(t.split(rows) for t in (gradient, *saved)), strict=True)
-        parts = [self._some(g, x, mean, rstd, of_input) for g, x, mean, rstd in split]
-        for number, emit in enumerate(self.emits, 1):
+        x, mean, rstd = saved
+        rows = BLOCKS // self.groups
+        if len(x) <= rows:
+            found = self._some(gradient, x, mean, rstd, of_input)
+        else:
+            some = zip(*(t.split(rows) for t in (gradient, x, mean, rstd)), strict=True)
+            parts = zip(*[self._some(g, x, mean, rstd, of_input) for g, x, mean, rstd in some], strict=True)
+            found = tuple(torch.cat(part) if of_input or at else part[0] for at, part in enumerate(parts))
+        for emit, gradients in zip(self.emits, found[1:], strict=True):
             if emit:
-                gradients = torch.cat([part[number] for part in parts])
-                emit(rules.Kept(gradients.view(self.n, -1, saved[0].shape[1]).sum(1)))
-        if not of_input:
-            return None
-        return parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
+                emit(rules.Kept(_by_record(gradients.view(len(x), -1), self.n)))
+        return found[0] if of_input else None
 
     def _some(self, gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, of_input: bool) -> tuple[Tensor, ...]:
         """Gradients of these rows of the input, and of scale and shift for each row [rows · channels]."""
         channels, area = len(x) * x.shape[1], prod(x.shape[2:])
-        scale = None if self.weight is None else self.weight.repeat(len(x))
+        scale = None if self.weight is None else self.weight.expand(len(x), -1).reshape(-1)
         found: tuple[Tensor, ...] = torch.ops.aten.native_group_norm_backward(
             gradient.contiguous(), x.contiguous(), mean.view(1, -1), rstd.view(1, -1), scale,
             1, channels, area, len(x) * self.groups, [of_input, True, True],
@@ -169,6 +170,15 @@ class EmbeddingLayer:
             tokens = tokens.masked_fill(tokens == self.padding, -1)
         outputs = gradient.reshape(self.n, -1, gradient.shape[-1])
         self.emit(rules.Embedding(tokens, outputs, len(self.weight)))
+
+
+BLOCKS = 65_535
+"""A CUDA grid has at most so many blocks along the axis on which the groups lie."""
+
+
+def _by_record(rows: Tensor, n: int) -> Tensor:
+    """[n, …]: sums of the rows [rows, …] that belong to each of n records."""
+    return rows if len(rows) == n else rows.view(n, -1, *rows.shape[1:]).sum(1)
 
 
 def wide(tensor: Tensor) -> torch.dtype:

@@ -30,7 +30,7 @@ class Loop:
             norms.append(norm.where(torch.isfinite(norm), torch.full_like(norm, float("inf"))))
             if torch.isfinite(norm):
                 total.add_(gradient, alpha=float(clip_factors(norm, clip_norm, dtype)))
-        return Clipped(total.to(dtype), torch.stack(norms).to(dtype) if norms else self.model.weights.new_zeros(0))
+        return Clipped(total, torch.stack(norms).to(dtype) if norms else self.model.weights.new_zeros(0))
 
     def gradient(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The gradient of the mean loss over these rows, laid out like the model's weights."""

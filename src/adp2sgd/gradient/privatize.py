@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,13 @@ from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.engine import Engine
 from adp2sgd.privacy.noise import NoiseSource
 from adp2sgd.task import Loss
+
+SLOPE = 0.1
+"""So wide, as a part of the clip norm, is the passage from "below" to "above" in the count of norms."""
+SPAN = 1e6
+"""The clip norm stays within this factor of where it started."""
+MOST_CHANGE = 1.0
+"""Of the clip norm's logarithm in one step, whatever the count's noise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +51,13 @@ class PlainStep:
     `sigma = 0` is SGD. `sigma > 0` is the paper's noise: nothing is clipped, so it gives **no** privacy guarantee.
     """
 
-    def __init__(self, loss: Loss, sigma: float = 0.0, autocast: torch.dtype | None = None) -> None:
-        """`autocast`: the layers run in this type. One step may serve all learners that share a model."""
+    def __init__(
+        self, loss: Loss, sigma: float = 0.0, autocast: torch.dtype | None = None, *, compiled: bool = False
+    ) -> None:
+        """`autocast`: the layers run in this type; `compiled`: they are fused by torch.compile. One step may serve all
+        learners that share a model."""
         self._loss = loss
+        self._compiled = compiled
         self._sigma = sigma
         self._autocast = autocast
         self._recorded: tuple[FlatModel, Callable[[Tensor, Tensor], None]] | None = None
@@ -55,41 +67,82 @@ class PlainStep:
     ) -> Gradient:
         before = model.buffers.clone() if len(model.buffers) else None
         if self._recorded is None or self._recorded[0] is not model:
-            work = partial(self._sum, model)
-            self._recorded = (model, Recorded(work) if repeatable(model.module) else work)
+            network = torch.compile(model.module) if self._compiled else model.module
+            work = partial(self._sum, model, network)
+            self._recorded = (model, Recorded(work) if repeatable(model.module, self._loss) else work)
         model.module.train()
         self._recorded[1](laid_out(inputs), targets)
-        if self._sigma:
+        if self._sigma and model.grad.is_cuda:  # it promises nothing, so the fast normals in float32 will do
+            generator = noise.torch_generator(model.device)
+            model.grad.add_(torch.randn(len(model.grad), device=model.device, generator=generator), alpha=self._sigma)
+        elif self._sigma:
             noise.add_normal(model.grad, self._sigma)
         return Gradient(model.grad.div_(expected), None if before is None else model.buffers - before)
 
-    def _sum(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> None:
+    def _sum(self, model: FlatModel, network: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> None:
         """The sum of the records' gradients, into `model.grad`."""
         model.grad.zero_()
         if not len(inputs):
             return
         with torch.autocast(inputs.device.type, self._autocast) if self._autocast else nullcontext():
-            losses = self._loss(model.module(inputs), targets)
+            losses = self._loss(network(inputs), targets)
         losses.sum().backward()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptation:
+    """How a learner's clip norm follows the `quantile` of its records' gradient norms, from a noised count of them.
+
+    `count_noise`: the standard deviation of the noise on that count, to which a record adds at most 1/2 in absolute
+    value. The clip norm stays within a factor `SPAN` of its `start`.
+    """
+
+    quantile: float
+    rate: float
+    count_noise: float
+    start: float
+
+    def next(self, clip_norm: float, norms: Tensor, expected: float, noise: NoiseSource) -> float:
+        """The clip norm after a step that clipped to `clip_norm`. Sees the norms only through the noised count."""
+        count = balance(norms, clip_norm).view(1).cpu()
+        noise.add_normal(count, self.count_noise)
+        share = 0.5 + count.item() / expected
+        change = min(max(self.rate * (self.quantile - share), -MOST_CHANGE), MOST_CHANGE)
+        return min(max(clip_norm * math.exp(change), self.start / SPAN), self.start * SPAN)
+
+
+def balance(norms: Tensor, clip_norm: float) -> Tensor:
+    """Σ ±1/2 over records: + for a norm below `clip_norm`, − above it and where it is infinite; in float64.
+
+    Guarantee: one record more or less moves it by at most 1/2. A norm's last bit depends on the size of the batch, and
+    a neighbour may send weights that put all norms at `clip_norm`; hence no jump there, but a slope `SLOPE` wide.
+    """
+    return ((1 - norms.double() / clip_norm) / SLOPE).clamp(-0.5, 0.5).sum()
 
 
 class PrivateStep:
     """Per-record gradients clipped to `clip_norm`, summed, plus N(0, (noise_multiplier·clip_norm)²), divided by the
-    expected batch.
+    expected batch. With `adaptation` the step then moves `clip_norm`, which is public and one learner's own.
 
     Guarantee: one Gaussian mechanism of sensitivity `clip_norm`, whatever the model, the batch and its size. (The
-    engine takes a large Poisson batch in pieces; the noise is added once.)
+    engine takes a large Poisson batch in pieces; the noise is added once.) With `adaptation` the noised count belongs
+    to it: both together are one Gaussian of noise multiplier `with_count(noise_multiplier, count_noise)`.
     """
 
-    def __init__(self, engine: Engine, *, clip_norm: float, noise_multiplier: float) -> None:
+    def __init__(
+        self, engine: Engine, *, clip_norm: float, noise_multiplier: float, adaptation: Adaptation | None = None
+    ) -> None:
+        self.clip_norm = clip_norm
         self._engine = engine
-        self._clip_norm = clip_norm
         self._noise_multiplier = noise_multiplier
+        self._adaptation = adaptation
 
     def __call__(
         self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource
     ) -> Gradient:
         model.module.train()  # an evaluation may have left it otherwise; the refusals were checked in this mode
-        total = self._engine.clipped_sum(inputs, targets, self._clip_norm).total
-        noise.add_normal(total, self._noise_multiplier * self._clip_norm)
-        return Gradient(total.div_(expected))
+        clipped = self._engine.clipped_sum(inputs, targets, self.clip_norm)
+        noise.add_normal(clipped.total, self._noise_multiplier * self.clip_norm)
+        if self._adaptation is not None:
+            self.clip_norm = self._adaptation.next(self.clip_norm, clipped.norms, expected, noise)
+        return Gradient(clipped.total.div_(expected).to(model.weights.dtype))

@@ -76,11 +76,12 @@ class Recording(TorchFunctionMode):
 
     def _settle(self, name: str, use: rules.Use) -> None:
         self.waiting[name] = []
+        use = rules.settle(use)
         if isinstance(use, rules.Kept) and use.gradients.numel() <= rules.SMALL * self.n:
             self.small[name] = use
             return
-        measured, self.uses[name] = rules.settle(use)
-        self.measured.append(measured)
+        self.uses[name] = use
+        self.measured.append(use.measure())
 
     def emitter(self, tensor: Tensor | None) -> layers.Emit | None:
         """Where the use of this tensor is to be handed in; None if it is not trained."""
@@ -92,10 +93,10 @@ class Recording(TorchFunctionMode):
         return partial(self._emit, source)
 
     def _emit(self, source: Source, use: rules.Use) -> None:
-        with torch.no_grad():
-            for name in source.roots:
-                pull = partial(_pull, source.tensor, self.parameters[name])
-                self._hand_in(name, rules.Derived(use, pull) if source.derived else use)
+        # Runs within the backward pass, where torch itself tracks nothing.
+        for name in source.roots:
+            pull = partial(_pull, source.tensor, self.parameters[name])
+            self._hand_in(name, rules.Derived(use, pull) if source.derived else use)
 
     def _hand_in(self, name: str, use: rules.Use) -> None:
         self.held += use.held
@@ -112,7 +113,7 @@ class Recording(TorchFunctionMode):
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(self, *args, **kwargs)
-        tensors = [a for a in _tensors((args, kwargs.values()))]
+        tensors = _tensors((*args, *kwargs.values()))
         if not any(id(t) in self.sources for t in tensors):
             return func(*args, **kwargs)
         return self._loose(func, args, kwargs, tensors)
@@ -194,9 +195,11 @@ def _pull(tensor: Tensor, root: Tensor, gradients: Tensor) -> Tensor:
         return torch.autograd.grad(tensor, root, given, retain_graph=True, is_grads_batched=True)[0]
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)) or type(value) is type({}.values()):
-            yield from _tensors(value)
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+    return found

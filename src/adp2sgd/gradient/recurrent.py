@@ -119,5 +119,5 @@ def by_record(sequence: Tensor, n: int) -> Tensor:
 def linear_uses(n: int, x: Tensor, before: Tensor, gates: Tensor) -> list[rules.Use]:
     """The uses of w_in, w_rec, b_in and b_rec of one direction: Linear layers over all steps."""
     outputs = by_record(gates, n)
-    biases = rules.Kept(outputs.sum(1))
+    biases = rules.Kept(outputs.sum(1, dtype=torch.float64 if outputs.dtype == torch.float64 else torch.float32))
     return [rules.Linear(by_record(x, n), outputs), rules.Linear(by_record(before, n), outputs), biases, biases]

@@ -78,8 +78,9 @@ def squares(gradients: Tensor) -> Tensor:
     whole = rows.shape[1] // BLOCK * BLOCK if rows.dtype != torch.float64 else 0
     if not whole:
         return lengths(rows)
-    blocks: Tensor = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, BLOCK)), dim=2, dtype=torch.float32)
-    found = blocks.double().square_().sum(1)
+    most = rows if whole == rows.shape[1] else rows[:, :whole]
+    blocks = torch.linalg.vector_norm(most.view(len(rows), -1, BLOCK), dim=2, dtype=torch.float32)
+    found: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).square_()
     return found if whole == rows.shape[1] else found.add_(lengths(rows[:, whole:]))
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from adp2sgd.gradient.rounding import Measured, as_multiplied, gram, lengths, reach, roundoff, squares
+from adp2sgd.gradient.rounding import BLOCK, Measured, as_multiplied, gram, lengths, reach, roundoff, squares
 
 GRAM = 2.5
 """What a multiplication for a Gram matrix, in float64, costs beside one in float32."""
@@ -58,20 +58,38 @@ class Kept:
     def __init__(self, gradients: Tensor, rule: str = "per-record") -> None:
         self.gradients, self.rule = gradients, rule
         self.held = gradients.numel() * gradients.element_size()
+        # Norm and sum read the numbers as they lie in memory, whatever the order of the axes.
+        axes, steps = range(1, gradients.dim()), gradients.stride()
+        self.order = None if gradients.is_contiguous() else sorted(axes, key=lambda a: -steps[a])
 
     @property
     def why(self) -> str:
         return f"{self.held / max(1, len(self.gradients)) / 1024:.0f} KiB for each record"
 
+    @property
+    def rows(self) -> Tensor:
+        """[n, size of the parameter]: the gradients, each in the order of the memory."""
+        if self.order is None:
+            return self.gradients if self.gradients.dim() == 2 else self.gradients.view(len(self.gradients), -1)
+        return self.gradients.permute(0, *self.order).reshape(len(self.gradients), -1)
+
+    def shaped(self, row: Tensor) -> Tensor:
+        """A sum of `rows` in the parameter's shape."""
+        shape = self.gradients.shape[1:]
+        if self.order is None:
+            return row if len(shape) == 1 else row.view(shape)
+        back = [self.order.index(a) for a in range(1, len(shape) + 1)]
+        return row.view([shape[a - 1] for a in self.order]).permute(back)
+
     def measure(self) -> Measured:
-        return Measured(squares(self.gradients))
+        return Measured(squares(self.rows))
 
     def per_record(self) -> Tensor:
         return self.gradients
 
     def weighted(self, factors: Tensor) -> Tensor:
-        gradients = self.gradients.reshape(len(self.gradients), -1)
-        return torch.mv(gradients.t(), factors.to(gradients.dtype)).view(self.gradients.shape[1:])
+        rows = self.rows
+        return self.shaped(torch.mv(rows.t(), factors.to(rows.dtype)))
 
 
 class Linear:
@@ -105,7 +123,7 @@ class Linear:
         return product(self.outputs.transpose(1, 2), self.inputs)
 
     def weighted(self, factors: Tensor) -> Tensor:
-        scaled = as_multiplied(_wide(self.outputs) * factors[:, None, None], MATMUL)
+        scaled = as_multiplied(_wide(self.outputs) * factors.view(-1, 1, 1), MATMUL)
         return scaled.flatten(0, 1).t() @ _wide(self.inputs).flatten(0, 1)
 
     def joined(self, other: Linear) -> Linear:
@@ -203,23 +221,25 @@ class Derived:
         return Kept(self.per_record()).weighted(factors)
 
 
-def settle(use: Use, keep_bytes: int = KEEP_BYTES) -> tuple[Measured, Use]:
-    """The norms, and what to hold for the sum: the per-record gradients if formed and small, else the use."""
-    if use.rule == "per-record" and use.formed <= max(keep_bytes, use.held):
-        use = Kept(use.per_record())
-    return use.measure(), use
+def settle(use: Use, keep_bytes: int = KEEP_BYTES) -> Use:
+    """What to hold for norm and sum: the per-record gradients if these are formed and not large, else the use."""
+    formed = use.rule == "per-record" and use.formed <= max(keep_bytes, use.held)
+    return Kept(use.per_record()) if formed and not isinstance(use, Kept) else use
 
 
 class Joined:
     """Small per-record gradients of many parameters side by side, so that one pass takes all their norms and sums."""
 
     def __init__(self, kept: dict[str, Kept]) -> None:
-        self.shapes = {name: use.gradients.shape[1:] for name, use in kept.items()}
-        self.kept = Kept(torch.cat([use.gradients.reshape(len(use.gradients), -1) for use in kept.values()], 1))
+        self.parts = kept
+        rows = [use.rows for use in kept.values()]
+        self.widths = [row.shape[1] for row in rows]
+        fill = -sum(self.widths) % BLOCK  # zeros, so that the norms are taken in whole blocks
+        self.kept = Kept(torch.cat([*rows, rows[0].new_zeros(len(rows[0]), fill)], 1))
 
     def weighted(self, factors: Tensor) -> dict[str, Tensor]:
-        pieces = self.kept.weighted(factors).split([shape.numel() for shape in self.shapes.values()])
-        return {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)}
+        pieces = self.kept.weighted(factors).split([*self.widths, self.kept.gradients.shape[1] - sum(self.widths)])
+        return {name: use.shaped(piece) for (name, use), piece in zip(self.parts.items(), pieces, strict=False)}
 
 
 def merge(uses: list[Use]) -> Use:

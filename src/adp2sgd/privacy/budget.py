@@ -18,7 +18,7 @@ from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
 from adp2sgd.privacy.accountant import Spent, epsilon
 from adp2sgd.privacy.calibrate import noise_for, steps_for
 from adp2sgd.privacy.ledger import Ledger
-from adp2sgd.privacy.mechanism import Composed, Guarantee, SampledGaussian
+from adp2sgd.privacy.mechanism import Composed, Guarantee, SampledGaussian, beside_count
 
 NOTHING = Composed(())
 
@@ -70,6 +70,9 @@ def plan(
             f"privacy.epsilon = {privacy.epsilon} allows no step at noise_multiplier = {noise}; "
             "raise noise_multiplier or epsilon"
         )
+    count_noise = privacy.noise_on_count(batch_size)
+    if count_noise is not None:
+        beside_count(noise, count_noise)  # refuses what cannot be, before anything is written
     mechanism = SampledGaussian(noise, rate)
     return Plan(mechanism=mechanism, max_steps=cap, delta=privacy.delta, adjacency=privacy.adjacency, before=before)
 

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 Rows = Callable[[Tensor], Tensor]
 Augmentation = Callable[[Tensor, Generator], Tensor]
 
-PROBES = 3  # synthetic records in a batch
-WATCHED = 1  # the one whose gradient is watched has others before and after it
+PROBES = 4  # synthetic records in a batch
+SEEDS = 16  # of an augmentation that draws whom to mix: by chance the watched record meets only itself
+WATCHED = 1  # the one whose gradient is watched has others before and after it, and is not its own mirror image
 _NO_BATCHNORM = 'use norm = "group", or adp2sgd.models.norm.without_batchnorm(model)'
 
 
@@ -122,14 +124,17 @@ def check_rows(prepare: Rows, augment: Augmentation | None, stored: Tensor) -> l
         raise PrivacyError("the task's prepare mixes the records of a batch; treat each row by itself, with constants")
     if not torch.allclose(prepared[WATCHED], _told("prepare", prepare, rows[WATCHED, None])[0], rtol=1e-5, atol=1e-6):
         raise PrivacyError("the task's prepare depends on the size of the batch; treat each row by itself")
-    if augment is not None:
-        left, right = (
-            _told("augment", lambda x: augment(x, Generator(x.device).manual_seed(0)), prepare(batch))
-            for batch in (rows, others)
-        )
+    if augment is None:
+        return []
+    for seed in range(SEEDS):
+        left, right = (_told("augment", partial(_augmented, augment, seed), prepare(batch)) for batch in (rows, others))
         if not _same_rows(left, right):
             raise PrivacyError("the task's augment mixes the records of a batch; change each row by itself")
     return []
+
+
+def _augmented(augment: Augmentation, seed: int, rows: Tensor) -> Tensor:
+    return augment(rows, Generator(rows.device).manual_seed(seed))
 
 
 def _told(name: str, function: Rows, batch: Tensor) -> Tensor:

@@ -9,14 +9,16 @@ from adp2sgd.errors import PrivacyError
 
 POISSON = "poisson"
 THREAT_MODEL = (
-    "any neighbour, even all of them together, even malicious, who sees every model that the learner sends "
-    "and knows when it trains"
+    "any neighbour, even all of them together, even malicious (by weights made to amplify rounding: only with "
+    'engine = "loop"), who sees every model that the learner sends and knows when it trains'
 )
 
 
 @dataclass(frozen=True)
 class SampledGaussian:
     """One private step: draw a batch, add N(0, (noise_multiplier · clip)²) to the sum of clipped gradients.
+
+    With adaptive clipping a step also releases a count, and `noise_multiplier` is that of both together (`with_count`).
 
     `sample_rate` is each record's chance to be in the batch, fixed and public. Only the "poisson" sampler amplifies
     privacy; any other is accounted as if every record took part in every step.
@@ -70,6 +72,20 @@ def with_count(noise_multiplier: float, count_noise: float) -> float:
         if not value > 0:
             raise PrivacyError(f"{name} = {value} gives no guarantee; use a value above 0")
     return float((noise_multiplier**-2 + (2 * count_noise) ** -2) ** -0.5)
+
+
+def beside_count(noise_multiplier: float, count_noise: float) -> float:
+    """The sum's own noise multiplier, where sum and count together are one Gaussian of `noise_multiplier`.
+
+    The inverse of `with_count`: what the count tells is paid for by more noise on the sum.
+    """
+    if not 2 * count_noise > noise_multiplier:
+        raise PrivacyError(
+            f"count_noise = {count_noise:g} tells more than noise multiplier {noise_multiplier:.4g} allows in all; set "
+            f"privacy.count_noise above {noise_multiplier / 2:.4g} (at {2 * noise_multiplier:.3g} it costs 3 % more "
+            "noise on the sum), or raise batch_size"
+        )
+    return float((noise_multiplier**-2 - (2 * count_noise) ** -2) ** -0.5)
 
 
 @dataclass(frozen=True, kw_only=True)

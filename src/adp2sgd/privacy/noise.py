@@ -72,7 +72,7 @@ class NoiseSource:
     def name_on(self, device: torch.device | str) -> str:
         """Where normals on `device` come from, in words."""
         device = torch.device(device)
-        normals = f"; normals by the {device.type} generator, float64, 64-bit seed from that keystream"
+        normals = f"; normals by the {device.type} generator, 64-bit seed from that keystream"
         return f"AES-256-CTR, {self._origin}{'' if device.type == 'cpu' else normals}"
 
     def normal(self, size: int, device: torch.device | str = "cpu") -> Tensor:

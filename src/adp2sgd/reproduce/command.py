@@ -12,7 +12,7 @@ from adp2sgd.reproduce.cells import Choice, run_all
 from adp2sgd.reproduce.studies import find
 from adp2sgd.reproduce.training import experiments
 
-GPU_JOBS = 4  # small steps leave most of a GPU idle
+GPU_JOBS = 2  # one compiles, evaluates or saves while the other trains; one alone fills the GPU otherwise
 
 
 def reproduce(
@@ -24,7 +24,8 @@ def reproduce(
     out = out or experiments() / "results"
     cells = study.cells(choice)
     if jobs is None:
-        jobs = GPU_JOBS if pick_device(choice.device).type == "cuda" and not choice.quick else 1
+        alone = choice.quick or choice.processes or name == "sizes"  # measured times are not to be shared
+        jobs = GPU_JOBS if pick_device(choice.device).type == "cuda" and not alone else 1
 
     def say(text: str) -> None:
         if not quiet:

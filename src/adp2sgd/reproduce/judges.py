@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from adp2sgd.reproduce import paper
 from adp2sgd.reproduce.cells import Record
-from adp2sgd.reproduce.tables import least_slow_down, pairs_of, quality, seconds_of
+from adp2sgd.reproduce.tables import least_slow_down, pairs_of, quality, race, seconds_of
 
 HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold"
 FULL_EPOCHS = 300.0
@@ -23,11 +23,15 @@ class Finding:
 
 
 def full(records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if not r["cell"].get("form") and "z" not in r["cell"]]
+    return [r for r in records if not r["cell"].get("form") and not _private(r)]
 
 
 def small(records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if r["cell"].get("form") == "quick" and "z" not in r["cell"]]
+    return [r for r in records if r["cell"].get("form") == "quick" and not _private(r)]
+
+
+def _private(record: Record) -> bool:
+    return "z" in record["cell"] or "epsilon" in record["cell"]
 
 
 @dataclass
@@ -114,6 +118,10 @@ def slow_down(records: Sequence[Record], form: Callable[[Sequence[Record]], list
         right = [abs(sync - factor) <= 0.05 * factor, asynchronous <= least / 0.85]
         verdict = HOLDS if all(right) else PARTLY if any(right) else FAILS
         text = f"SYNC ×{sync:.2f}, async ×{asynchronous:.2f} (least possible ×{least:.2f})"
+        won = race(pair)
+        if won is not None:
+            text += f"; to {won.quality} {won.speed_up:.2f} times as fast as SYNC ({won.speed_up / won.ideal:.0%} of "
+            text += f"the ideal {won.ideal:.2f})"
         return Finding(text, verdict, [even["sync"], pair["sync"], even["adpsgd"], pair["adpsgd"]])
     return None
 

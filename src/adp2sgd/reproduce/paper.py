@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 ALGORITHMS = ("sync", "adpsgd")
 NOISE = {"cifar10": (0.0, 1.0, 2.0, 4.0), "speech": (0.0, 0.08, 0.16, 0.32)}  # none, small, medium, large
@@ -61,7 +63,16 @@ MODELS = {
     ),
 }  # fmt: skip
 CNNS = tuple(name for name in MODELS if name != "lstm")
+RECIPE = "wrn16_4"  # the model of the private recipe
 BESIDE = ("cnn", "wrn16_4", "lstm_small")  # not in the paper: small ones for a CPU, and one that suits privacy
+
+LETTERS = {"sigma": "σ", "z": "z", "epsilon": "ε"}  # a cell's noise: the paper's, a multiplier, or what a budget needs
+
+
+def noise_of(cell: Mapping[str, Any]) -> tuple[str, float]:
+    """What a training cell's noise is given as, and its value."""
+    key = next(key for key in LETTERS if key in cell)
+    return key, cell[key]
 
 
 def family(model: str) -> str:

@@ -69,7 +69,7 @@ def figures(study: Study, records: Sequence[Record], folder: Path) -> list[Path]
     for record in records if study.x else ():
         if record["curve"]["epoch"]:
             cell = record["cell"]
-            mode = "private" if "z" in cell else ""
+            mode = "" if "sigma" in cell else "private"
             groups.setdefault((cell["form"], cell["model"], cell["engine"], mode), []).append(record)
     return [_figure(study, group, folder / f"{'-'.join(filter(None, key))}.png") for key, group in groups.items()]
 
@@ -85,8 +85,8 @@ def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
         if cell["seed"] != records[0]["cell"]["seed"]:
             continue  # further seeds are in the tables
         values = curve["loss"] if by_loss else [100 * value for value in curve["accuracy"]]
-        noise = cell.get("sigma", cell.get("z"))
-        label = " ".join(filter(None, (cell["algorithm"], f"{'z' if 'z' in cell else 'σ'}={noise:g}", cell["variant"])))
+        kind, noise = paper.noise_of(cell)
+        label = " ".join(filter(None, (cell["algorithm"], f"{paper.LETTERS[kind]}={noise:g}", cell["variant"])))
         axes.plot(curve[study.x], values, "-" if cell["algorithm"] == "adpsgd" else "--", label=label, linewidth=1.2)
     axes.set_xlabel({"epoch": "epochs", "seconds": f"seconds ({_clock(records)})"}[study.x or "epoch"])
     axes.set_ylabel("held-out loss" if by_loss else "accuracy of θ in %")

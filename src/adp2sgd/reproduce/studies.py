@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from adp2sgd import config
@@ -45,7 +45,16 @@ def _small_set(models: Sequence[str], choice: Choice) -> Sequence[str]:
 
 
 def _table1(choice: Choice) -> list[Cell]:
-    return _grid("table1", paper.CNNS, paper.NOISE, choice)
+    """The paper's grid; under `--private` ResNet-18 and a small CNN with the same noise, and the recipe for ε = 8."""
+    if not choice.private or choice.quick:
+        return _grid("table1", paper.CNNS, paper.NOISE, choice)
+    names = choice.models or ("resnet18", "cnn", paper.RECIPE)
+    beside = [name for name in names if name != paper.RECIPE]
+    found = _grid("table1", beside, paper.NOISE, replace(choice, models=tuple(beside))) if beside else []
+    algorithms = choice.algorithms or paper.ALGORITHMS
+    if paper.RECIPE in names:
+        found += [training.private_recipe(algorithm, seed, choice) for algorithm in algorithms for seed in choice.seeds]
+    return found
 
 
 def _speech(choice: Choice) -> list[Cell]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from adp2sgd.reproduce import paper
 from adp2sgd.reproduce.cells import Record
+
+SHORT = 0.05  # a quality to race to: so much short of what both runs reach, relative to it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,8 @@ def _text(value: float | None, digits: int = 2) -> str:
 
 
 class Setting(NamedTuple):
-    """A training cell's identity but for its algorithm. `letter`: σ for the paper's noise, z for a multiplier."""
+    """A training cell's identity but for its algorithm. `letter`: σ is the paper's noise, z a multiplier, ε what
+    a budget needs."""
 
     form: str
     model: str
@@ -51,9 +54,10 @@ def pairs_of(records: Iterable[Record]) -> dict[Setting, dict[str, Record]]:
     found: dict[Setting, dict[str, Record]] = {}
     for record in records:
         cell = dict(record["cell"])
-        letter = "z" if "z" in cell else "σ"
-        algorithm, noise = cell.pop("algorithm"), cell.pop("z" if letter == "z" else "sigma")
-        found.setdefault(Setting(letter=letter, noise=noise, **cell), {})[algorithm] = record
+        kind, noise = paper.noise_of(cell)
+        algorithm = cell.pop("algorithm")
+        del cell[kind]
+        found.setdefault(Setting(letter=paper.LETTERS[kind], noise=noise, **cell), {})[algorithm] = record
     order = {name: number for number, name in enumerate(paper.MODELS)}
     return dict(sorted(found.items(), key=lambda item: (order.get(item[0].model, 99), item[0])))
 
@@ -101,7 +105,7 @@ def _epsilon(record: Record | None) -> str:
 
 
 def slow_table(records: Sequence[Record]) -> list[Table]:
-    """Time with the slow learner over time without it, and over the least that any method can take."""
+    """Time with the slow learner over time without it and the least that any method can take; time to a quality."""
     rows = []
     pairs = pairs_of(records)
     for key, pair in pairs.items():
@@ -109,7 +113,6 @@ def slow_table(records: Sequence[Record]) -> list[Table]:
         if variant != "slow":
             continue
         even = pairs.get(key._replace(variant="even"), {})
-        level = _common_level([*pair.values(), *even.values()])
         for algorithm, record in pair.items():
             if algorithm not in even:
                 continue
@@ -117,30 +120,79 @@ def slow_table(records: Sequence[Record]) -> list[Table]:
             row = [model, engine or "simulated", f"{noise:g}", f"{epochs:g}", str(seed), algorithm]
             row += [f"{seconds_of(even[algorithm]):.1f}", f"{seconds_of(record):.1f}", f"{slow_down:.3f}"]
             row += [f"{least_slow_down(record):.3f}", shown(even[algorithm]), shown(record)]
-            row += [_text(time_to(record, level), 1), f"{abs(level):.{3 if paper.family(model) == 'speech' else 1}f}"]
             rows.append(row)
     columns = ["model", "learners", "σ", "epochs", "seed", "algorithm", "seconds, all equal", "seconds, one slow"]
     columns += ["slow-down", "least possible", "quality, all equal", "quality, one slow"]
-    columns += ["seconds to a common quality, one slow", "that quality"]
-    return [Table(title="One slow learner: time for the same number of steps", columns=columns, rows=rows)]
+    steps = Table(title="One slow learner: time for the same number of steps", columns=columns, rows=rows)
+    return [steps, *_race_table(pairs)]
+
+
+def _race_table(pairs: dict[Setting, dict[str, Record]]) -> list[Table]:
+    rows = []
+    for (_, model, _, noise, variant, engine, epochs, seed), pair in pairs.items():
+        found = race(pair) if variant == "slow" else None
+        if found is not None:
+            row = [model, engine or "simulated", f"{noise:g}", f"{epochs:g}", str(seed), found.quality]
+            row += [f"{found.sync_s:.1f}", f"{found.adpsgd_s:.1f}", f"{found.speed_up:.2f}", f"{found.ideal:.2f}"]
+            rows.append([*row, f"{found.speed_up / found.ideal:.0%}"])
+    columns = ["model", "learners", "σ", "epochs", "seed", "quality", "SYNC, seconds", "async, seconds", "speed-up"]
+    columns += ["ideal speed-up", "share of it"]
+    title = f"One slow learner: time to a quality {SHORT:.0%} short of the lower of both runs' best"
+    return [Table(title=title, columns=columns, rows=rows)] if rows else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """Both algorithms with the slow learner, to the same quality. `ideal`: what perfect balancing would win."""
+
+    quality: str
+    sync_s: float
+    adpsgd_s: float
+    ideal: float
+
+    @property
+    def speed_up(self) -> float:
+        return self.sync_s / self.adpsgd_s
+
+
+def race(pair: Mapping[str, Record]) -> Race | None:
+    """None while a run is missing, diverged or was evaluated only once.
+
+    SYNC's round takes the slow learner's `factor`, so the ideal is `factor` over the least possible slow-down.
+    """
+    runs = [pair[a] for a in paper.ALGORITHMS if a in pair and not pair[a].get("diverged")]
+    if len(runs) < 2 or any(len(run["curve"]["seconds"]) < 2 for run in runs):
+        return None
+    lower = min(max(_course(run)) for run in runs)
+    level = lower - SHORT * abs(lower)
+    sync_s, adpsgd_s = (time_to(run, level) for run in runs)
+    speech = paper.family(runs[0]["cell"]["model"]) == "speech"
+    return Race(
+        quality=f"loss {-level:.3f}" if speech else f"{level:.1f}% accuracy",
+        sync_s=sync_s,
+        adpsgd_s=adpsgd_s,
+        ideal=runs[1]["config"]["speeds"]["factor"] / least_slow_down(runs[1]),
+    )
 
 
 def _course(record: Record) -> list[float]:
+    """The curve's quality, more is better: accuracy in %, or the negative loss."""
     if paper.family(record["cell"]["model"]) == "speech":
         return [-value for value in record["curve"]["loss"]]
     return [100 * value for value in record["curve"]["accuracy"]]
 
 
-def _common_level(records: Sequence[Record]) -> float:
-    """A quality that every run reaches before its end: 2 % short of the worst run's best. A loss counts negative."""
-    worst = min(max(_course(record), default=0.0) for record in records)
-    return worst - 0.02 * abs(worst)
+def time_to(record: Record, level: float) -> float:
+    """Seconds until the quality first reaches `level` (which it must), interpolated between evaluations.
 
-
-def time_to(record: Record, level: float) -> float | None:
-    """Seconds until the quality first reaches `level`, at the evaluation that saw it."""
-    times = zip(record["curve"]["seconds"], _course(record), strict=True)
-    return next((float(seconds) for seconds, value in times if value >= level), None)
+    A run that is there at its first evaluation gets the time of that.
+    """
+    times, values = record["curve"]["seconds"], _course(record)
+    after = next(i for i, value in enumerate(values) if value >= level)
+    if not after:
+        return float(times[0])
+    share = (level - values[after - 1]) / (values[after] - values[after - 1])
+    return float(times[after - 1] + share * (times[after] - times[after - 1]))
 
 
 def seconds_of(record: Record) -> float:
