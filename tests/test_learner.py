@@ -1,12 +1,16 @@
 """The learner and the flat model, without any engine."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from adp2sgd.config import Config, Privacy
 from adp2sgd.data.records import Records
+from adp2sgd.engine import setup
 from adp2sgd.exchange.protocol import Answer, Busy, Commit, Exchange, Message, Request
 from adp2sgd.flat import FlatModel
 from adp2sgd.task import Task, resolve
@@ -202,3 +206,36 @@ def test_progress_spreads_with_the_exchanges() -> None:
     answer = second.receive(first.ask(1))
     second.receive(first.receive(answer))
     assert first.learner.progress.total == second.learner.progress.total == 4
+
+
+@pytest.mark.parametrize("mode", ["none", "paper", "private"])
+def test_a_rehearsal_leaves_no_trace(mode: str, tmp_path: Path) -> None:
+    """Steps after it are the same to the bit, and nothing is charged."""
+    noise = {
+        "none": Privacy(),
+        "paper": Privacy(mode="paper", sigma=1.0),
+        "private": Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, clip_quantile=0.5, count_noise=4.0),
+    }[mode]
+    chosen = Config(task="digits/cnn", learners=2, epochs=1, seed=0, privacy=noise, options={"norm": "group"})
+    for name in ("calm", "eager"):
+        (tmp_path / name).mkdir()
+    calm, eager = (setup.make_learner(setup.prepare(chosen), 0, tmp_path / name) for name in ("calm", "eager"))
+    eager.rehearse()
+    assert eager.steps == 0
+    assert eager.clip_norm == calm.clip_norm
+    if eager.budget is not None and calm.budget is not None:
+        assert eager.budget.guarantee() == calm.budget.guarantee()
+    for learner in (calm, eager):
+        learner.begin()
+        learner.update(learner.gradient())
+    assert torch.equal(calm.state, eager.state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_private_runs_switch_tf32_off() -> None:
+    torch.set_float32_matmul_precision("high")
+    private = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5)
+    setup.prepare(Config(task="digits/cnn", device="cuda", precision="bfloat16", privacy=private))
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32

@@ -24,6 +24,7 @@ from adp2sgd import config
 from adp2sgd.data.batches import Batches
 from adp2sgd.data.feed import feed
 from adp2sgd.data.records import Records
+from adp2sgd.device import SETTLED
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import Gradient, GradientStep, PrivateStep
 from adp2sgd.privacy.budget import Budget
@@ -84,6 +85,7 @@ class Learner:
         self._steps_per_epoch = steps_per_epoch
         self._streams = streams
         self._copies = copies
+        self._blank = (records.inputs[:0].clone(), records.targets[:0].clone())  # shapes and types
         self._mutex = threading.Lock()
         size = len(self.state)
         self._change = torch.empty_like(self.state[: size if self.state.is_cuda else min(size, BLOCK)])
@@ -137,6 +139,13 @@ class Learner:
         return self._gradient_step(
             self._model, inputs, targets, self._batches.expected, self._streams("noise", self.steps)
         )
+
+    def rehearse(self) -> None:
+        """Run the passes on blank records a few times, so that the first step takes no longer than the others."""
+        rows, device = round(self._batches.expected) * self._copies, self._model.device
+        inputs, targets = (part.new_zeros(rows, *part.shape[1:], device=device) for part in self._blank)
+        for _ in range(SETTLED + 2):
+            self._gradient_step.rehearse(self._model, self._task.prepare(inputs), targets)
 
     def snapshot(self, out: Tensor | None = None) -> Tensor:
         """A copy of the state to send, in `out` if given."""

@@ -77,6 +77,8 @@ class Worker:
         self.exchanger.start()
         self.keeper.start()
         self._find_model()
+        if self.setup.device.type == "cuda":
+            self.learner.rehearse()
         self.state = "ready"
         self.exchanger.go.wait()
         self._began = time.monotonic()

@@ -44,6 +44,10 @@ class GradientStep(Protocol):
         """`expected`: the expected batch size, which the sum is divided by."""
         ...
 
+    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> None:
+        """The passes alone, with nothing kept of them: kernels are chosen and recorded before a step counts."""
+        ...
+
 
 class PlainStep:
     """The sum of the records' gradients plus N(0, sigma²) per coordinate, divided by the expected batch.
@@ -66,18 +70,22 @@ class PlainStep:
         self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource
     ) -> Gradient:
         before = model.buffers.clone() if len(model.buffers) else None
-        if self._recorded is None or self._recorded[0] is not model:
-            network = torch.compile(model.module) if self._compiled else model.module
-            work = partial(self._sum, model, network)
-            self._recorded = (model, Recorded(work) if repeatable(model.module, self._loss) else work)
-        model.module.train()
-        self._recorded[1](laid_out(inputs), targets)
+        self.rehearse(model, inputs, targets)
         if self._sigma and model.grad.is_cuda:  # it promises nothing, so the fast normals in float32 will do
             generator = noise.torch_generator(model.device)
             model.grad.add_(torch.randn(len(model.grad), device=model.device, generator=generator), alpha=self._sigma)
         elif self._sigma:
             noise.add_normal(model.grad, self._sigma)
         return Gradient(model.grad.div_(expected), None if before is None else model.buffers - before)
+
+    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> None:
+        """The sum of the records' gradients, into `model.grad`."""
+        if self._recorded is None or self._recorded[0] is not model:
+            network = torch.compile(model.module) if self._compiled else model.module
+            work = partial(self._sum, model, network)
+            self._recorded = (model, Recorded(work) if repeatable(model.module, self._loss) else work)
+        model.module.train()
+        self._recorded[1](laid_out(inputs), targets)
 
     def _sum(self, model: FlatModel, network: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> None:
         """The sum of the records' gradients, into `model.grad`."""
@@ -136,6 +144,10 @@ class PrivateStep:
         self._engine = engine
         self._noise_multiplier = noise_multiplier
         self._adaptation = adaptation
+
+    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> None:
+        model.module.train()
+        self._engine.clipped_sum(inputs, targets, self.clip_norm)
 
     def __call__(
         self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource

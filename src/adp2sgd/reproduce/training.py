@@ -47,7 +47,7 @@ def recipe(model: str, choice: Choice) -> Config:
     if choice.quick:
         return _small(base, family)
     device = pick_device(choice.device)
-    base = base.replace(compile=can_compile(device))
+    base = base.replace(compile=can_compile(device) and not choice.processes)
     precision = "bfloat16" if device.type == "cuda" else "float32"
     if model == "lstm_small":
         small = config.load(experiments() / "speech_small.toml")
@@ -114,7 +114,7 @@ def cell(
         epochs=epochs,
         optimizer=stretched(base.optimizer, epochs / base.epochs),
         evaluate_every=max(min(1.0, epochs / 5), epochs / POINTS),
-        checkpoint_every=max(5.0, epochs / 4),
+        checkpoint_every=max(5.0, epochs / 2),
         speeds=speeds.replace(pad=choice.processes, step_s=_nominal(choice)),
     )
     settings = _private(settings, noise) if choice.private else settings.replace(privacy=_noise(noise))
@@ -181,6 +181,7 @@ def _private(settings: Config, noise_multiplier: float) -> Config:
 def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> dict[str, Any]:
     """Train, or go on where an interrupted run was, and evaluate."""
     folder, before = scratch / "run", time.perf_counter()
+    resumed = (folder / checkpoint.NAME).exists()
     points: dict[int, Point] = {}
     figures: dict[str, Any] = {"device": str(pick_device(settings.device)), "config": settings.to_dict()}
     try:
@@ -193,7 +194,8 @@ def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> d
         figures |= {"diverged": str(error).partition(";")[0], "curve": _curve(list(points.values()))}
         return figures | {"accuracy": None, "loss": None, "virtual_seconds": None}
     took = time.perf_counter() - before
-    figures |= _figures(run) | {"images_per_second": round(run.global_steps * settings.batch_size / took)}
+    rate = None if resumed else round(run.global_steps * settings.batch_size / took)  # of a whole run only
+    figures |= _figures(run) | {"images_per_second": rate}
     if not processes and settings.options.get("norm") == "batch":
         again = recomputed(prepare(settings), average(_states(folder, settings)))
         figures |= {"accuracy_recomputed": again.accuracy, "loss_recomputed": again.loss}
