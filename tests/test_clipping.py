@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,8 +67,8 @@ class Watched(NoiseSource):
         self.drawn: list[tuple[int, float, torch.dtype]] = []
         self.counts: list[float] = []
 
-    def add_normal(self, vector: Tensor, scale: float) -> None:
-        super().add_normal(vector, scale)
+    def add_normal(self, vector: Tensor, scale: float, **to: Any) -> None:
+        super().add_normal(vector, scale, **to)
         self.drawn.append((len(vector), scale, vector.dtype))
         if len(vector) == 1:
             self.counts.append(vector.item())
@@ -172,7 +173,7 @@ def test_norms_that_all_lie_at_the_clip_norm_do_not_jump_with_their_last_bit() -
 @pytest.mark.parametrize("count", [1e12, -1e12])
 def test_the_clip_norm_stays_within_public_bounds_whatever_the_count(count: float) -> None:
     class Extreme(NoiseSource):
-        def add_normal(self, vector: Tensor, scale: float) -> None:
+        def add_normal(self, vector: Tensor, scale: float, **to: Any) -> None:
             vector.fill_(count)
 
     adaptation = Adaptation(quantile=0.5, rate=0.2, count_noise=1.0, start=2.0)
@@ -233,8 +234,9 @@ def by_hand(config: Config) -> tuple[Tensor, float]:
             inputs, targets = (part.repeat_interleave(privacy.copies, dim=0) for part in (inputs, targets))
             inputs = task.augment(inputs, stream["augment"].torch_generator())
         clipped = engine.clipped_sum(inputs, targets, clip_norm)
-        stream["noise"].add_normal(clipped.total, own * clip_norm)
-        velocity = velocity.mul(config.optimizer.momentum).add(clipped.total.div(config.batch_size))
+        noisy = torch.empty_like(model.weights)
+        stream["noise"].add_normal(clipped.total, own * clip_norm, out=noisy, divisor=config.batch_size)
+        velocity = velocity.mul(config.optimizer.momentum).add(noisy)
         model.weights.add_(velocity, alpha=-config.optimizer.lr)
         if privacy.clip_quantile is not None:
             above = (clipped.norms.double() / clip_norm - 1) / 0.1
@@ -266,9 +268,9 @@ def test_epsilon_is_that_of_constant_clipping_and_each_step_is_charged_once(
         charged.append(self.plan.mechanism.noise_multiplier)
         draw(self)
 
-    def watch(self: NoiseSource, vector: Tensor, scale: float) -> None:
+    def watch(self: NoiseSource, vector: Tensor, scale: float, **to: Any) -> None:
         drawn.append((len(vector), scale))
-        add(self, vector, scale)
+        add(self, vector, scale, **to)
 
     constant = simulate(PRIVATE.replace(privacy=PRIVATE.privacy.replace(**goal)))
     monkeypatch.setattr(Budget, "draw", charge)
@@ -387,8 +389,9 @@ def test_what_cannot_be_is_refused_in_one_line(changes: dict[str, object], words
 class Silent(NoiseSource):
     """For tests that look at sums before the noise."""
 
-    def add_normal(self, vector: Tensor, scale: float) -> None:
+    def add_normal(self, vector: Tensor, scale: float, *, out: Tensor | None = None, divisor: float = 1.0) -> None:
         assert scale > 0
+        (vector if out is None else out).copy_(vector / divisor)
 
 
 def test_a_records_copies_are_averaged_and_clipped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,3 +208,13 @@ def test_on_a_gpu_normals_are_float64_of_the_device_and_the_name_says_so():
     assert drawn.normal(3, "cuda").dtype == torch.float64
     assert "cuda generator" in drawn.name
     assert drawn.name == drawn.name_on("cuda")
+
+
+def test_noise_may_go_elsewhere_and_be_divided():
+    """The same draws in place and into another vector of another type; what was read stays as it was."""
+    vector = torch.linspace(-5, 5, 70_001, dtype=torch.float64)
+    place, kept = torch.empty(len(vector)), vector.clone()
+    source().add_normal(vector, 3.0, out=place, divisor=8.0)
+    assert torch.equal(vector, kept)
+    source().add_normal(vector, 3.0)
+    assert torch.equal(place, (vector / 8).float())

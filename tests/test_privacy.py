@@ -58,8 +58,9 @@ def first(outputs: Tensor, targets: Tensor) -> Tensor:
 class Silent(NoiseSource):
     """The noise source of a test that looks at sums before the noise."""
 
-    def add_normal(self, vector: Tensor, scale: float) -> None:
+    def add_normal(self, vector: Tensor, scale: float, *, out: Tensor | None = None, divisor: float = 1.0) -> None:
         assert scale > 0
+        (vector if out is None else out).copy_(vector / divisor)
 
 
 def silent() -> NoiseSource:
@@ -99,8 +100,8 @@ class Weaker(NoiseSource):
 
     factor = 1.0
 
-    def add_normal(self, vector: Tensor, scale: float) -> None:
-        super().add_normal(vector, scale * self.factor)
+    def add_normal(self, vector: Tensor, scale: float, **to: Any) -> None:
+        super().add_normal(vector, scale * self.factor, **to)
 
 
 def separation(engine: Engine | None = None, factor: float = 1.0, realized: bool = False, draws: int = 20_000) -> float:
@@ -114,7 +115,7 @@ def separation(engine: Engine | None = None, factor: float = 1.0, realized: bool
     for inputs in (records, records[:63]):
         targets = torch.zeros(len(inputs), dtype=torch.int64)
         expected = float(len(inputs)) if realized else 64.0
-        vectors = [step(model, inputs, targets, expected, noise).vector for _ in range(draws)]
+        vectors = [step(model, inputs, targets, expected, noise).vector.clone() for _ in range(draws)]
         released.append(torch.stack(vectors).double() @ UNIT.double())
     pooled = math.sqrt((float(released[0].var()) + float(released[1].var())) / 2)
     return abs(float(released[0].mean() - released[1].mean())) / pooled

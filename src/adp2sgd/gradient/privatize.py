@@ -154,7 +154,7 @@ class PrivateStep:
     ) -> Gradient:
         model.module.train()  # an evaluation may have left it otherwise; the refusals were checked in this mode
         clipped = self._engine.clipped_sum(inputs, targets, self.clip_norm)
-        noise.add_normal(clipped.total, self._noise_multiplier * self.clip_norm)
+        noise.add_normal(clipped.total, self._noise_multiplier * self.clip_norm, out=model.grad, divisor=expected)
         if self._adaptation is not None:
             self.clip_norm = self._adaptation.next(self.clip_norm, clipped.norms, expected, noise)
-        return Gradient(clipped.total.div_(expected).to(model.weights.dtype))
+        return Gradient(model.grad)

@@ -85,8 +85,10 @@ class NoiseSource:
         return out
 
     @torch.no_grad()
-    def add_normal(self, vector: Tensor, scale: float) -> None:
-        """Add N(0, scale²) to each element of a vector, in place; temporaries stay below 4 MiB on a CPU.
+    def add_normal(self, vector: Tensor, scale: float, *, out: Tensor | None = None, divisor: float = 1.0) -> None:
+        """Add N(0, scale²) to each element of a vector, in one pass; temporaries stay below 4 MiB on a CPU.
+
+        The noisy values over `divisor` go to `out`, by default in place.
 
         The sum is taken in float64 and rounded once, onto multiples of a power of two near scale / 2^16. That grid is
         the same for every input, and about 2^36 noise values lead to each of its points, so a released value does not
@@ -97,13 +99,14 @@ class NoiseSource:
             raise PrivacyError(
                 f"noise scale = {scale} is no noise; make noise_multiplier and clip_norm positive and finite"
             )
+        out = vector if out is None else out
         grid = math.ldexp(1.0, math.frexp(scale)[1] - 1 - GRID_BITS)
         scratch = _Scratch(vector)
         with _one_thread():
-            for part in vector.split(scratch.piece):
+            for part, place in zip(vector.split(scratch.piece), out.split(scratch.piece), strict=True):
                 noisy, exact = scratch.noisy[: len(part)], scratch.exact[: len(part)].copy_(part)
                 self._fill(noisy, scratch)
-                part.copy_(noisy.mul_(scale / grid).add_(exact, alpha=1 / grid).round_().mul_(grid))
+                place.copy_(noisy.mul_(scale / grid).add_(exact, alpha=1 / grid).round_().mul_(grid / divisor))
 
     def bernoulli(self, n: int, rate: float) -> Tensor:
         """The indices of a Poisson batch: each of 0 … n-1 on its own with probability `rate`, to within 2^-64."""
