@@ -21,6 +21,7 @@ from torch import Generator, Tensor, nn
 
 from adp2sgd.data.records import Records
 from adp2sgd.engine.supervisor import Seat, Supervisor
+from adp2sgd.privacy import checks
 from adp2sgd.task import Task, cross_entropy
 
 DRAWS = "ADP2SGD_TEST_DRAWS"  # a named pipe that gets one byte for every batch that is drawn for a gradient
@@ -150,7 +151,7 @@ def counted_blobs(*, records: int = 400) -> Task:
     whole = Records(inputs, (inputs[:, 0] > 0).long())
 
     def count(inputs: Tensor, stream: Generator) -> Tensor:
-        if not stream.initial_seed():
+        if stream.initial_seed() < checks.SEEDS:
             return inputs  # the checks of private mode, on made-up records
         file = os.open(os.environ[DRAWS], os.O_WRONLY)
         os.write(file, b".")
