@@ -305,7 +305,8 @@ def test_a_task_that_fails_in_passing_costs_the_points_and_not_the_run(
         raise RuntimeError("out of memory\nin many lines")
 
     monkeypatch.setattr("adp2sgd.engine.observer.evaluate", fails)
-    run = train(SLEEPY.replace(epochs=1, evaluate_every=0.1, speeds=Speeds(step_s=0.02, pad=True)), tmp_path / "run")
+    slow = Speeds(step_s=0.2, pad=True)  # so that an evaluation falls due well before the end
+    run = train(SLEEPY.replace(epochs=1, evaluate_every=0.1, speeds=slow), tmp_path / "run")
     assert len(run.curve) == 1
     assert run.notes == ("θ could not be evaluated while the learners trained (out of memory)",)
 
