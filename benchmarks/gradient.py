@@ -39,7 +39,7 @@ from adp2sgd.task import cross_entropy
 Step = Callable[[], object]
 Batch = tuple[Tensor, Tensor]
 MOST_ROUNDS = 101
-WAYS = ("shifts", "patches", "side_by_side")
+WAYS = ("patches", "side_by_side")
 
 
 class Transformer(nn.Module):
@@ -266,7 +266,6 @@ def resident(field: str) -> float:
 def peak_elsewhere(name: str, options: argparse.Namespace) -> float | None:
     given = ["--model", options.model, "--batch", str(options.batch), "--device", options.device, "--peak-of", name]
     given += ["--threads", str(options.threads)]
-    given += ["--way", options.way] if options.way else []
     given += ["--repeat", str(options.repeat)] if options.repeat else []
     flags = ("bf16", "tf32", "strict", "channels-last")
     given += [f"--{flag}" for flag in flags if getattr(options, flag.replace("-", "_"))]
@@ -292,7 +291,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true", help="skip the memory runs")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--layers", action="store_true", help="time the rules of each convolution, nothing else")
-    parser.add_argument("--way", choices=WAYS, help="how per-record gradients of convolutions are formed")
     parser.add_argument("--repeat", type=float, help="what they are taken to cost, in plain weight gradients")
     parser.add_argument("--peak-of", choices=ENGINES, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -305,8 +303,6 @@ def main() -> None:
     keep_memory()
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
     torch.backends.cudnn.allow_tf32 = not options.strict
-    if options.way:
-        convolution.PER_RECORD[options.device] = getattr(Convolution, f"_{options.way}")
     if options.repeat:
         convolution.REPEAT[options.device] = options.repeat
     if options.peak_of:

@@ -158,16 +158,22 @@ def test_a_full_disk_ends_drawing_and_says_so(tmp_path: Path, monkeypatch: pytes
     assert counted(tmp_path) == 0
 
 
-def test_what_was_taken_stays_reported_when_another_run_has_used_up_the_rest(tmp_path: Path) -> None:
-    first = budget(tmp_path, run="first")
+def resumed_after_another_run(folder: Path, its_epsilon: float) -> Budget:
+    """A run that took 100 steps, again, after one with less noise on the same data has used up a budget of its own."""
+    first = budget(folder, run="first")
     for _ in range(100):
         first.draw()
     first.close()
-    between = budget(tmp_path, Privacy(mode="private", epsilon=8.0, noise_multiplier=1.0, delta=1e-5), run="between")
+    less = Privacy(mode="private", epsilon=its_epsilon, noise_multiplier=1.0, delta=1e-5)
+    between = budget(folder, less, run="between")
     while not between.exhausted:
         between.draw()
     between.close()
-    again = budget(tmp_path, run="first")
+    return budget(folder, run="first")
+
+
+def test_what_was_taken_stays_reported_when_another_run_has_used_up_the_rest(tmp_path: Path) -> None:
+    again = resumed_after_another_run(tmp_path, 8.0)
     assert again.steps == 100
     while not again.exhausted:  # a step or two of less noise may still fit
         again.draw()
@@ -179,15 +185,7 @@ def test_what_was_taken_stays_reported_when_another_run_has_used_up_the_rest(tmp
 
 
 def test_what_was_taken_stays_reported_when_another_run_went_beyond_this_ones_budget(tmp_path: Path) -> None:
-    first = budget(tmp_path, run="first")
-    for _ in range(100):
-        first.draw()
-    first.close()
-    between = budget(tmp_path, Privacy(mode="private", epsilon=12.0, noise_multiplier=1.0, delta=1e-5), run="between")
-    while not between.exhausted:
-        between.draw()
-    between.close()
-    again = budget(tmp_path, run="first")
+    again = resumed_after_another_run(tmp_path, 12.0)
     assert again.exhausted
     assert again.steps == 100
     everything = epsilon(ledger.read(tmp_path / "ledger.jsonl").spent(), 1, 1e-5).epsilon

@@ -108,7 +108,7 @@ def test_linear(n, middle, d, bias):
     kernel=st.integers(1, 3), stride=st.integers(1, 3), dilation=st.integers(1, 2),
     padding=st.sampled_from([0, 1, 2, "same"]), mode=st.sampled_from(["zeros", "zeros", "reflect", "circular"]),
     size=st.integers(5, 7), bias=st.booleans(), copies=st.integers(1, 2),
-    rule=st.sampled_from(["ghost", "_side_by_side", "_shifts", "_patches", "_in_portions"]),
+    rule=st.sampled_from(["ghost", "_side_by_side", "_patches", "_in_portions"]),
     portion=st.sampled_from([1, 1 << 20]),
 )  # fmt: skip
 @example(
@@ -704,7 +704,7 @@ def test_large_per_record_gradients_are_not_held():
 
 @pytest.mark.gpu
 @NEEDS_GPU
-@pytest.mark.parametrize("rule", ["_side_by_side", "_shifts", "_patches"])
+@pytest.mark.parametrize("rule", ["_side_by_side", "_patches"])
 @pytest.mark.parametrize("name", ["cnn", "resnet18", "mobilenet_v2", "resnext29", "lstm", "tied", "attention"])
 def test_gpu_equals_cpu(name, rule, monkeypatch):
     monkeypatch.setattr(Convolution, "per_record", getattr(Convolution, rule))

@@ -44,6 +44,11 @@ def keep_memory() -> None:
         library.mallopt(-1, KEPT_BYTES)  # M_TRIM_THRESHOLD
 
 
+def precision_on(device: torch.device) -> str:
+    """The `Config.precision` that studies use: bfloat16 where the device is made for it."""
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
 def can_compile(device: torch.device) -> bool:
     """Whether `torch.compile` has what it needs for this device: a GPU, Triton, and a C compiler for its launchers."""
     return device.type == "cuda" and find_spec("triton") is not None and shutil.which("cc") is not None

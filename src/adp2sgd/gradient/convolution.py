@@ -1,14 +1,12 @@
 """Per-record gradients of convolutions in any dimension, with groups, stride, dilation and padding.
 
 A stride s splits the padded input into s phases per axis; on a phase, laid out as one padded row after the other, the
-input that meets kernel position k is a slice that starts at a fixed offset. So the gradient at k is one batched matrix
-product of slices, and the Gram matrix of all patches is a sum of shifted blocks of the pixels' Gram matrix: neither
-copies the patches.
+input that meets kernel position k is a slice that starts at a fixed offset. So the Gram matrix of all patches is a sum
+of shifted blocks of the pixels' Gram matrix, and no patch is copied for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product as grid_points
@@ -135,7 +133,7 @@ class Convolution:
             few = few or prod(self.geometry.stride) > 1 or prod(self.geometry.kernel) == 1
         elif groups == 1 and (self.outputs.shape[1] > FEW_OUTPUTS or pixels <= FEW_PIXELS):
             return self._in_portions()
-        return self._patches() if few else PER_RECORD[self.inputs.device.type](self)
+        return self._patches() if few else self._side_by_side()
 
     def weighted(self, factors: Tensor) -> Tensor:
         scale = factors.repeat_interleave(self.fold).view(-1, *[1] * (self.outputs.dim() - 1))
@@ -154,11 +152,6 @@ class Convolution:
         """[fold, n·channels, …]."""
         split = images.to(self.dtype).reshape(self.n, self.fold, *images.shape[1:]).transpose(0, 1)
         return split.reshape(self.fold, -1, *images.shape[2:])
-
-    def _shifts(self) -> Tensor:
-        """One batched matrix product for each kernel position, of slices that are not copied."""
-        gradient = self._flat_outputs().transpose(1, 2)
-        return self._join([product(gradient, pixels) for pixels in self._slices()])
 
     def _patches(self) -> Tensor:
         """Batched matrix products with the patches, copied: for few channels or pixels."""
@@ -221,16 +214,6 @@ class Convolution:
         size = (*x.shape[:2], *g.kernel, *self.outputs.shape[2:])
         return x.as_strided(size, (*x.stride()[:2], *over_kernel, *over_outputs))
 
-    def _slices(self) -> Iterator[Tensor]:
-        phases: dict[tuple[int, ...], Tensor] = {}
-        for phase, start in self.geometry.offsets(self.grid):
-            if phase not in phases:
-                phases[phase] = self._flat_inputs(phase)
-            yield phases[phase][:, start : start + self.length]
-
-    def _join(self, taps: list[Tensor]) -> Tensor:
-        return torch.stack(taps, -1).view(self.n, *self.weight.shape)
-
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.inputs.dtype == torch.float64 else torch.float32
@@ -267,6 +250,5 @@ TRAFFIC = 30
 FEW_CHANNELS, FEW_PIXELS, FEW_OUTPUTS = 8, 64, 32
 PORTION_BYTES = 1 << 20
 """Patches are copied in portions of about this size, which a core's cache holds."""
-PER_RECORD = {"cpu": Convolution._side_by_side, "cuda": Convolution._side_by_side}
 REPEAT = {"cpu": 1.2, "cuda": 2.0}
 """How much longer the per-record gradients take than the plain weight gradient of the same layer, measured."""

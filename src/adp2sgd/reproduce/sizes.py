@@ -14,7 +14,7 @@ from adp2sgd.config import Config, Optimizer, Privacy
 from adp2sgd.data.augment import crop_and_flip
 from adp2sgd.data.cifar10 import NORMALIZE
 from adp2sgd.data.records import Records
-from adp2sgd.device import can_compile
+from adp2sgd.device import can_compile, precision_on
 from adp2sgd.engine.setup import make_learner, pick_device, prepare
 from adp2sgd.reproduce import paper
 from adp2sgd.reproduce.cells import Cell, Choice, device_name
@@ -66,7 +66,7 @@ def _measure(model: str, device: str, batch: int, scratch: Path, quiet: bool) ->
         batch_size=batch,
         seed=0,
         device=device,
-        precision="bfloat16" if device == "cuda" else "float32",
+        precision=precision_on(torch.device(device)),
         compile=can_compile(torch.device(device)),
         optimizer=Optimizer(lr=1e-3, weight_decay=5e-4),
         privacy=Privacy(mode="paper", sigma=1.0),

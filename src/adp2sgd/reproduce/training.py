@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from adp2sgd import config, view
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds
-from adp2sgd.device import can_compile, laid_out
+from adp2sgd.device import can_compile, laid_out, precision_on
 from adp2sgd.engine import checkpoint, simulate, train
 from adp2sgd.engine.evaluate import Metrics, average, evaluate
 from adp2sgd.engine.setup import Setup, pick_device, prepare
@@ -48,7 +48,7 @@ def recipe(model: str, choice: Choice) -> Config:
         return _small(base, family)
     device = pick_device(choice.device)
     base = base.replace(compile=can_compile(device) and not choice.processes)
-    precision = "bfloat16" if device.type == "cuda" else "float32"
+    precision = precision_on(device)
     if model == "lstm_small":
         small = config.load(experiments() / "speech_small.toml")
         base = small.replace(device=choice.device, topology=base.topology, compile=base.compile)
@@ -137,12 +137,11 @@ def private_recipe(algorithm: str, seed: int, choice: Choice) -> Cell:
     """What the paper's claim should be replaced by: the accuracy of a model that suits privacy, at ε = 8."""
     base = config.load(experiments() / "cifar10_private.toml").replace(device=choice.device)
     epochs = choice.epochs or base.epochs
-    precision = "bfloat16" if pick_device(choice.device).type == "cuda" else "float32"
     settings = base.replace(
         algorithm=algorithm,
         seed=seed,
         epochs=epochs,
-        precision=precision,
+        precision=precision_on(pick_device(choice.device)),
         optimizer=stretched(base.optimizer, epochs / base.epochs),
         evaluate_every=epochs / 20,
         checkpoint_every=epochs / 4,
