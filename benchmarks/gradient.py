@@ -211,6 +211,7 @@ def race(options: argparse.Namespace) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row.get("ms", float("inf")))
 
 
+@torch.no_grad()  # as in a backward pass; the passes themselves switch it on
 def layers(options: argparse.Namespace) -> None:
     """Milliseconds of every way to take norm and sum of each convolution: what the constants of the cost rest on."""
     seen: dict[str, Convolution] = {}
