@@ -175,11 +175,12 @@ def reproduce(
     noise: Annotated[list[float], typer.Option(help="Only this σ; may be repeated.")] = [],  # noqa: B006
     algorithm: Annotated[list[str], typer.Option(help="sync or adpsgd; may be repeated.")] = [],  # noqa: B006
     seed: Annotated[list[int], typer.Option(help="May be repeated.")] = [0],  # noqa: B006
+    momentum: Annotated[float, typer.Option(help="The paper states none.")] = 0.0,
     private: Annotated[bool, typer.Option("--private", help="Clip, sample, account: noise is a multiplier.")] = False,
     processes: Annotated[bool, typer.Option("--processes", help="Real learner processes, padded steps.")] = False,
     out: Annotated[Optional[Path], typer.Option(help="Results (default: experiments/results).")] = None,  # noqa: UP045
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    jobs: Annotated[Optional[int], typer.Option(help="Cells at once (default: 4 on a GPU, else 1).")] = None,  # noqa: UP045
+    jobs: Annotated[int, typer.Option(help="Cells at once, in processes of their own.", min=1)] = 1,
     write_docs: Annotated[bool, typer.Option("--write-docs", help="Fill docs/reproduction.md anew.")] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -195,6 +196,7 @@ def reproduce(
         algorithms=tuple(algorithm),
         seeds=tuple(seed),
         epochs=epochs,
+        momentum=momentum,
         private=private,
         processes=processes,
         device=device,

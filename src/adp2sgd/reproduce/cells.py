@@ -33,6 +33,7 @@ class Choice:
     algorithms: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     epochs: float | None = None
+    momentum: float = 0.0
     private: bool = False
     processes: bool = False
     device: str = "auto"

@@ -44,6 +44,22 @@ def _files(records: Sequence[Record]) -> str:
     return ", ".join(f"`{record['study']}/{record['name']}.json`" for record in records)
 
 
+def _slow(study: str, text: str, factor: float) -> list[Claim]:
+    """Case I or II for ResNet-18 and the LSTMs as published, and in the small form."""
+    published, command = f"×{factor:g} and about ×1", f"adp2sgd reproduce {study}"
+    judged: dict[str, tuple[str, judges.Choose]] = {
+        f"{text} (ResNet-18, 16 learners)": (command, partial(judges.full, model="resnet18")),
+        "The same for the LSTM, 16 learners": (f"{command} --model lstm", partial(judges.full, model="lstm")),
+        "The same for a small LSTM on the public speech set, 4 learners": (
+            f"{command} --model lstm_small", partial(judges.full, model="lstm_small")),
+        "The same in the small form (digits, 4 learners)": (f"{command} --quick", judges.small),
+    }  # fmt: skip
+    return [
+        Claim(text=words, paper=published, study=study, command=run, judge=partial(judges.slow_down, choose, factor))
+        for words, (run, choose) in judged.items()
+    ]
+
+
 CLAIMS = [
     Claim(
         text="SYNC with noise reaches Table 1's accuracy (ResNet-18, 300 epochs)",
@@ -69,40 +85,33 @@ CLAIMS = [
         study="speech", command="adp2sgd reproduce speech --model lstm_small",
         judge=partial(judges.comparable_loss, "lstm_small"),
     ),
+    *_slow("case1", "Case I: a random learner 2× slower slows SYNC by 2, and hardly the asynchronous algorithm", 2.0),
+    *_slow("case2", "Case II: one learner 10× slower slows SYNC by 10; the asynchronous algorithm rebalances", 10.0),
     Claim(
-        text="Case I: a random learner 2× slower slows SYNC by 2, and hardly the asynchronous algorithm",
-        paper="×2 and about ×1", study="case1", command="adp2sgd reproduce case1",
-        judge=lambda records: judges.slow_down(records, judges.full, 2.0),
-    ),
-    Claim(
-        text="Case I in the small form", paper="×2 and about ×1",
-        study="case1", command="adp2sgd reproduce case1 --quick",
-        judge=lambda records: judges.slow_down(records, judges.small, 2.0),
-    ),
-    Claim(
-        text="Case II: one learner 10× slower slows SYNC by 10; the asynchronous algorithm rebalances",
-        paper="×10 and about ×1", study="case2", command="adp2sgd reproduce case2",
-        judge=lambda records: judges.slow_down(records, judges.full, 10.0),
-    ),
-    Claim(
-        text="Case II in the small form", paper="×10 and about ×1",
-        study="case2", command="adp2sgd reproduce case2 --quick",
-        judge=lambda records: judges.slow_down(records, judges.small, 10.0),
-    ),
-    Claim(
-        text="Case II with real learner processes, each step padded to one nominal time",
+        text="Case II with 16 real learner processes, each step padded to one nominal time",
         paper="×10 and about ×1", study="case2", command="adp2sgd reproduce case2 --processes",
-        judge=lambda records: judges.slow_down(records, judges.full, 10.0, "processes"),
+        judge=partial(judges.slow_down, partial(judges.full, model="resnet18"), 10.0, engine="processes"),
     ),
     Claim(
         text="The same in the small form, with 4 processes", paper="×10 and about ×1",
         study="case2", command="adp2sgd reproduce case2 --quick --processes",
-        judge=lambda records: judges.slow_down(records, judges.small, 10.0, "processes"),
+        judge=partial(judges.slow_down, judges.small, 10.0, engine="processes"),
     ),
     Claim(
         text="Case III: with batch and learning rate doubled SYNC collapses and the asynchronous algorithm converges",
         paper="SYNC at chance, asynchronous converges (EfficientNet-B0)",
-        study="case3", command="adp2sgd reproduce case3", judge=judges.collapse,
+        study="case3", command="adp2sgd reproduce case3 --model efficientnet_b0",
+        judge=partial(judges.collapse, partial(judges.full, model="efficientnet_b0")),
+    ),
+    Claim(
+        text="The same for the LSTM", paper="SYNC collapses, asynchronous converges",
+        study="case3", command="adp2sgd reproduce case3 --model lstm",
+        judge=partial(judges.collapse, partial(judges.full, model="lstm")),
+    ),
+    Claim(
+        text="The same for a small LSTM on the public speech set, 4 learners", paper="–",
+        study="case3", command="adp2sgd reproduce case3 --model lstm_small",
+        judge=partial(judges.collapse, partial(judges.full, model="lstm_small")),
     ),
     Claim(
         text="Model sizes", paper="ten models, 4.82 to 164.62 MiB", study="sizes",

@@ -6,26 +6,23 @@ import sys
 from pathlib import Path
 
 from adp2sgd import view
-from adp2sgd.engine.setup import pick_device
+from adp2sgd.errors import ConfigError
 from adp2sgd.reproduce import render
 from adp2sgd.reproduce.cells import Choice, run_all
 from adp2sgd.reproduce.studies import find
 from adp2sgd.reproduce.training import experiments
 
-GPU_JOBS = 2  # one compiles, evaluates or saves while the other trains; one alone fills the GPU otherwise
-
 
 def reproduce(
-    name: str, choice: Choice, *, out: Path | None = None, jobs: int | None = None, as_json: bool = False,
+    name: str, choice: Choice, *, out: Path | None = None, jobs: int = 1, as_json: bool = False,
     quiet: bool = False, write_docs: bool = False,
 ) -> None:  # fmt: skip
     """Finished cells are only read. Tables go to standard output, progress to standard error."""
     study = find(name)
     out = out or experiments() / "results"
     cells = study.cells(choice)
-    if jobs is None:
-        alone = choice.quick or choice.processes or name == "sizes"  # measured times are not to be shared
-        jobs = GPU_JOBS if pick_device(choice.device).type == "cuda" and not alone else 1
+    if jobs > 1 and (choice.processes or name == "sizes"):
+        raise ConfigError(f"--jobs {jobs} would spoil times that are measured; leave it out")
 
     def say(text: str) -> None:
         if not quiet:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from adp2sgd.reproduce import paper
 from adp2sgd.reproduce.cells import Record
-from adp2sgd.reproduce.tables import least_slow_down, pairs_of, quality, race, seconds_of
+from adp2sgd.reproduce.tables import least_slow_down, pairs_of, quality, race, seconds_of, shown
 
 HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold"
 FULL_EPOCHS = 300.0
+NAMES = tuple(zip(paper.ALGORITHMS, ("SYNC", "async"), strict=True))
+Choose = Callable[[Sequence[Record]], list[Record]]
+"""Which of a study's records a claim is about."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +25,18 @@ class Finding:
     files: Sequence[Record] = ()
 
 
-def full(records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if not r["cell"].get("form") and not _private(r)]
+def full(records: Sequence[Record], model: str | None = None) -> list[Record]:
+    """The paper's recipe at its own size, of all models or of one."""
+    return [r for r in _as_published(records, "") if model in (None, r["cell"].get("model"))]
 
 
 def small(records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if r["cell"].get("form") == "quick" and not _private(r)]
+    return _as_published(records, "quick")
 
 
-def _private(record: Record) -> bool:
-    return "z" in record["cell"] or "epsilon" in record["cell"]
+def _as_published(records: Sequence[Record], form: str) -> list[Record]:
+    unlike = {"z", "epsilon", "momentum"}
+    return [r for r in records if r["cell"].get("form", "") == form and not unlike & set(r["cell"])]
 
 
 @dataclass
@@ -61,9 +66,8 @@ def _gaps(records: Sequence[Record]) -> dict[float, Gap]:
 def sync_level(records: Sequence[Record]) -> Finding | None:
     """ResNet-18, SYNC, 300 epochs: at most 1.5 points below the paper."""
     chosen = [
-        r for r in full(records)
-        if (r["cell"]["model"], r["cell"]["algorithm"], r["cell"]["epochs"]) == ("resnet18", "sync", FULL_EPOCHS)
-        and r["cell"]["sigma"] in (1, 2, 4)
+        r for r in full(records, "resnet18")
+        if (r["cell"]["algorithm"], r["cell"]["epochs"]) == ("sync", FULL_EPOCHS) and r["cell"]["sigma"] in (1, 2, 4)
     ]  # fmt: skip
     if len({r["cell"]["sigma"] for r in chosen}) < 3:
         return None
@@ -78,7 +82,7 @@ def sync_level(records: Sequence[Record]) -> Finding | None:
 
 def comparable(records: Sequence[Record]) -> Finding | None:
     """ResNet-18 at 300 epochs: |asynchronous − SYNC| at most 3 points at every noise."""
-    chosen = [r for r in full(records) if (r["cell"]["model"], r["cell"]["epochs"]) == ("resnet18", FULL_EPOCHS)]
+    chosen = [r for r in full(records, "resnet18") if r["cell"]["epochs"] == FULL_EPOCHS]
     return _compared(_gaps(chosen), 3.0, 3)
 
 
@@ -87,7 +91,7 @@ def comparable_small(records: Sequence[Record]) -> Finding | None:
 
 
 def comparable_loss(model: str, records: Sequence[Record]) -> Finding | None:
-    return _compared(_gaps([r for r in full(records) if r["cell"]["model"] == model]), 0.05, 4, loss=True)
+    return _compared(_gaps(full(records, model)), 0.05, 4, loss=True)
 
 
 def _compared(gaps: dict[float, Gap], allowed: float, needed: int, *, loss: bool = False) -> Finding | None:
@@ -104,11 +108,9 @@ def _compared(gaps: dict[float, Gap], allowed: float, needed: int, *, loss: bool
     return Finding("async − SYNC " + ", ".join(parts), verdict, files)
 
 
-def slow_down(records: Sequence[Record], form: Callable[[Sequence[Record]], list[Record]], factor: float,
-               engine: str = "") -> Finding | None:  # fmt: skip
+def slow_down(choose: Choose, factor: float, records: Sequence[Record], engine: str = "") -> Finding | None:
     """SYNC slows by the slow learner's factor; ADPSGD by at most 1/0.85 of the least possible."""
-    chosen = [r for r in form(records) if r["cell"]["engine"] == engine]
-    pairs = pairs_of(chosen)
+    pairs = pairs_of(r for r in choose(records) if r["cell"]["engine"] == engine)
     for key, pair in pairs.items():
         even = pairs.get(key._replace(variant="even"), {})
         if key.variant != "slow" or len(pair) < 2 or len(even) < 2:
@@ -126,17 +128,25 @@ def slow_down(records: Sequence[Record], form: Callable[[Sequence[Record]], list
     return None
 
 
-def collapse(records: Sequence[Record]) -> Finding | None:
-    """With batch and learning rate doubled SYNC ends at chance (10 %) or diverges, and ADPSGD learns."""
-    for key, pair in pairs_of(full(records)).items():
-        if key.variant != "doubled" or paper.family(key.model) == "speech" or len(pair) < 2:
-            continue
-        ours = quality(pair["sync"]), quality(pair["adpsgd"])
-        right = [ours[0] is None or ours[0] < 15, ours[1] is not None and ours[1] > 50]
-        verdict = HOLDS if all(right) else PARTLY if right[0] else FAILS
-        words = ["diverged" if value is None else f"{value:.2f}" for value in ours]
-        return Finding(f"SYNC {words[0]}, async {words[1]}", verdict, list(pair.values()))
+def collapse(choose: Choose, records: Sequence[Record]) -> Finding | None:
+    """With batch and learning rate doubled SYNC collapses, and ADPSGD learns."""
+    pairs = pairs_of(choose(records))
+    for key, pair in pairs.items():
+        usual = pairs.get(key._replace(variant="usual"), {})
+        if key.variant == "doubled" and len(pair) == len(usual) == 2:
+            right = [not _learns(pair["sync"], usual["sync"]), _learns(pair["adpsgd"], usual["adpsgd"])]
+            verdict = HOLDS if all(right) else PARTLY if any(right) else FAILS
+            text = ", ".join(f"{name} {shown(pair[a])} ({shown(usual[a])} with the usual ones)" for a, name in NAMES)
+            return Finding(text, verdict, [*pair.values(), *usual.values()])
     return None
+
+
+def _learns(record: Record, usual: Record) -> bool:
+    """It reaches at least half of the usual accuracy, or at most twice the usual loss."""
+    reached, expected = quality(record), quality(usual)
+    if reached is None or expected is None:
+        return False
+    return reached < 2 * expected if paper.family(record["cell"]["model"]) == "speech" else reached > expected / 2
 
 
 def sizes(records: Sequence[Record]) -> Finding | None:

@@ -64,13 +64,15 @@ def filled(text: str, out: Path) -> str:
 
 
 def figures(study: Study, records: Sequence[Record], folder: Path) -> list[Path]:
-    """One picture per form, model, engine and mode: quality against epochs or time, a line per algorithm and noise."""
+    """One picture per form, model, engine, mode, momentum and epochs: quality against epochs or time."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records if study.x else ():
         if record["curve"]["epoch"]:
             cell = record["cell"]
             mode = "" if "sigma" in cell else "private"
-            groups.setdefault((cell["form"], cell["model"], cell["engine"], mode), []).append(record)
+            momentum = f"momentum{cell['momentum']:g}" if cell.get("momentum") else ""
+            key = (cell["form"], cell["model"], cell["engine"], mode, momentum, f"epochs{cell['epochs']:g}")
+            groups.setdefault(key, []).append(record)
     return [_figure(study, group, folder / f"{'-'.join(filter(None, key))}.png") for key, group in groups.items()]
 
 
@@ -91,7 +93,9 @@ def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
     axes.set_xlabel({"epoch": "epochs", "seconds": f"seconds ({_clock(records)})"}[study.x or "epoch"])
     axes.set_ylabel("held-out loss" if by_loss else "accuracy of θ in %")
     form = ", small form (digits)" if records[0]["cell"]["form"] == "quick" else ""
-    axes.set_title(f"{study.title}, {records[0]['cell']['model']}{form}")
+    momentum = records[0]["cell"].get("momentum")
+    unusual = f", momentum {momentum:g}" if momentum else ""
+    axes.set_title(f"{study.title}, {records[0]['cell']['model']}{unusual}{form}")
     axes.legend(fontsize="x-small", ncols=2)
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,6 +47,12 @@ class Setting(NamedTuple):
     engine: str
     epochs: float
     seed: int
+    momentum: float = 0.0
+
+    @property
+    def title(self) -> str:
+        """The model, and what is unusual about its training."""
+        return f"{self.model}, momentum {self.momentum:g}" if self.momentum else self.model
 
 
 def pairs_of(records: Iterable[Record]) -> dict[Setting, dict[str, Record]]:
@@ -73,14 +79,16 @@ def shown(record: Record | None, key: str = "accuracy") -> str:
 def accuracy_table(title: str, records: Sequence[Record]) -> list[Table]:
     """One row per model, noise, epochs and seed: the paper's SYNC and asynchronous figures, and ours."""
     rows = []
-    for (form, model, letter, noise, _, _, epochs, seed), pair in pairs_of(records).items():
+    for key, pair in pairs_of(records).items():
         sync, asynchronous = pair.get("sync"), pair.get("adpsgd")
-        known = paper.MODELS.get(model) if not form and letter == "σ" else None
-        published = [known.result(noise, a, paper.family(model)) if known else None for a in paper.ALGORITHMS]
-        digits = 3 if paper.family(model) == "speech" else 2
+        family = paper.family(key.model)
+        known = paper.MODELS.get(key.model) if not key.form and key.letter == "σ" else None
+        published = [known.result(key.noise, a, family) if known else None for a in paper.ALGORITHMS]
+        digits = 3 if family == "speech" else 2
         ours = quality(sync), quality(asynchronous)
         gap = None if None in ours else ours[1] - ours[0]  # type: ignore[operator]
-        row = [model, f"{letter} = {noise:g}", f"{epochs:g}", str(seed), *(_text(p, digits) for p in published)]
+        row = [key.title, f"{key.letter} = {key.noise:g}", f"{key.epochs:g}", str(key.seed)]
+        row += [_text(each, digits) for each in published]
         row += [shown(sync), shown(asynchronous), _text(gap, digits)]
         row += [shown(sync, "accuracy_recomputed"), shown(asynchronous, "accuracy_recomputed"), _single(asynchronous)]
         row += [_epsilon(asynchronous or sync)]
@@ -109,15 +117,14 @@ def slow_table(records: Sequence[Record]) -> list[Table]:
     rows = []
     pairs = pairs_of(records)
     for key, pair in pairs.items():
-        _, model, _, noise, variant, engine, epochs, seed = key
-        if variant != "slow":
+        if key.variant != "slow":
             continue
         even = pairs.get(key._replace(variant="even"), {})
         for algorithm, record in pair.items():
             if algorithm not in even:
                 continue
             slow_down = seconds_of(record) / seconds_of(even[algorithm])
-            row = [model, engine or "simulated", f"{noise:g}", f"{epochs:g}", str(seed), algorithm]
+            row = [*_start(key), algorithm]
             row += [f"{seconds_of(even[algorithm]):.1f}", f"{seconds_of(record):.1f}", f"{slow_down:.3f}"]
             row += [f"{least_slow_down(record):.3f}", shown(even[algorithm]), shown(record)]
             rows.append(row)
@@ -127,12 +134,16 @@ def slow_table(records: Sequence[Record]) -> list[Table]:
     return [steps, *_race_table(pairs)]
 
 
+def _start(key: Setting) -> list[str]:
+    return [key.title, key.engine or "simulated", f"{key.noise:g}", f"{key.epochs:g}", str(key.seed)]
+
+
 def _race_table(pairs: dict[Setting, dict[str, Record]]) -> list[Table]:
     rows = []
-    for (_, model, _, noise, variant, engine, epochs, seed), pair in pairs.items():
-        found = race(pair) if variant == "slow" else None
+    for key, pair in pairs.items():
+        found = race(pair) if key.variant == "slow" else None
         if found is not None:
-            row = [model, engine or "simulated", f"{noise:g}", f"{epochs:g}", str(seed), found.quality]
+            row = [*_start(key), found.quality]
             row += [f"{found.sync_s:.1f}", f"{found.adpsgd_s:.1f}", f"{found.speed_up:.2f}", f"{found.ideal:.2f}"]
             rows.append([*row, f"{found.speed_up / found.ideal:.0%}"])
     columns = ["model", "learners", "σ", "epochs", "seed", "quality", "SYNC, seconds", "async, seconds", "speed-up"]
@@ -209,9 +220,9 @@ def least_slow_down(record: Record) -> float:
 
 def case3_table(records: Sequence[Record]) -> list[Table]:
     rows = []
-    for (_, model, _, noise, variant, _, epochs, seed), pair in pairs_of(records).items():
-        rows.append([model, variant, f"{noise:g}", f"{epochs:g}", str(seed), shown(pair.get("sync")),
-                     shown(pair.get("adpsgd"))])  # fmt: skip
+    for key, pair in pairs_of(records).items():
+        row = [key.title, key.variant, f"{key.noise:g}", f"{key.epochs:g}", str(key.seed)]
+        rows.append([*row, shown(pair.get("sync")), shown(pair.get("adpsgd"))])
     columns = ["model", "batch and learning rate", "σ", "epochs", "seed", "SYNC", "async"]
     return [Table(title="Batch and learning rate doubled, small noise", columns=columns, rows=rows)]
 

@@ -29,7 +29,7 @@ from adp2sgd.task import Task, digits
 
 JITTER = Speeds(kind="log-normal", spread=0.1)  # equal learners; without it they would step in a fixed order
 QUICK_MODELS = {"cifar10": "cnn", "speech": "lstm"}
-POINTS = 60  # evaluations in a run
+POINTS = 30  # evaluations in a run
 
 
 def experiments() -> Path:
@@ -112,24 +112,16 @@ def cell(
         algorithm=algorithm,
         seed=seed,
         epochs=epochs,
-        optimizer=stretched(base.optimizer, epochs / base.epochs),
+        optimizer=_optimizer(base, epochs, choice),
         evaluate_every=max(min(1.0, epochs / 5), epochs / POINTS),
-        checkpoint_every=max(5.0, epochs / 2),
+        checkpoint_every=_checkpoint_every(base, epochs),
         speeds=speeds.replace(pad=choice.processes, step_s=_nominal(choice)),
     )
     settings = _private(settings, noise) if choice.private else settings.replace(privacy=_noise(noise))
     if large_batch:
         settings = doubled(settings)
-    identity = {
-        "form": "quick" if choice.quick else "",
-        "model": QUICK_MODELS[paper.family(model)] if choice.quick else model,
-        "algorithm": algorithm,
-        "z" if choice.private else "sigma": noise,
-        "variant": variant,
-        "engine": "processes" if choice.processes else "",
-        "epochs": epochs,
-        "seed": seed,
-    }
+    named = QUICK_MODELS[paper.family(model)] if choice.quick else model
+    identity = _identity(settings, named, {"z" if choice.private else "sigma": noise}, choice, variant)
     return Cell(study=study, identity=identity, measure=partial(_measure, settings, choice.processes))
 
 
@@ -142,21 +134,36 @@ def private_recipe(algorithm: str, seed: int, choice: Choice) -> Cell:
         seed=seed,
         epochs=epochs,
         precision=precision_on(pick_device(choice.device)),
-        optimizer=stretched(base.optimizer, epochs / base.epochs),
+        optimizer=_optimizer(base, epochs, choice),
         evaluate_every=epochs / 20,
         checkpoint_every=epochs / 4,
     )
-    identity = {
-        "form": "",
-        "model": paper.RECIPE,
-        "algorithm": algorithm,
-        "epsilon": base.privacy.epsilon,
-        "variant": "",
-        "engine": "",
-        "epochs": epochs,
-        "seed": seed,
-    }
+    identity = _identity(settings, paper.RECIPE, {"epsilon": base.privacy.epsilon}, choice)
     return Cell(study="table1", identity=identity, measure=partial(_measure, settings, False))
+
+
+def _identity(settings: Config, model: str, noise: dict[str, Any], choice: Choice, variant: str = "") -> dict[str, Any]:
+    return {
+        "form": "quick" if choice.quick else "",
+        "model": model,
+        "algorithm": settings.algorithm,
+        **noise,
+        "variant": variant,
+        "engine": "processes" if choice.processes else "",
+        **({"momentum": choice.momentum} if choice.momentum else {}),
+        "epochs": settings.epochs,
+        "seed": settings.seed,
+    }
+
+
+def _optimizer(base: Config, epochs: float, choice: Choice) -> Optimizer:
+    return stretched(base.optimizer, epochs / base.epochs).replace(momentum=choice.momentum)
+
+
+def _checkpoint_every(base: Config, epochs: float) -> float:
+    """Epochs between checkpoints. On a GPU a short run is over before writing one would pay; an interrupted run
+    writes one in any case."""
+    return max(5.0 if pick_device(base.device).type == "cpu" else 100.0, epochs / 2)
 
 
 def _nominal(choice: Choice) -> float:
