@@ -182,6 +182,40 @@ def test_momentum_is_for_those_who_ask_and_no_claim_of_the_paper_is_judged_by_it
     assert len(render.figures(STUDIES["table1"], records, tmp_path / "pictures")) == 2
 
 
+def resnet_row(sync: list[float], asynchronous: list[float]) -> list[dict[str, Any]]:
+    rows = []
+    for algorithm, accuracies in zip(paper.ALGORITHMS, (sync, asynchronous), strict=True):
+        for sigma, accuracy in zip(paper.NOISE["cifar10"], accuracies, strict=True):
+            record = slow_record(algorithm, "", [1.0], [accuracy / 100])
+            record["cell"] |= {"sigma": sigma, "engine": ""}
+            rows.append(record)
+    return rows
+
+
+def test_the_row_of_resnet_is_judged_by_the_papers_figures() -> None:
+    published = list(zip(*paper.MODELS["resnet18"].results, strict=True))
+    same = resnet_row(list(published[0]), list(published[1]))
+    for judge in (judges.sync_level, judges.noise_free, judges.noise_cost):
+        found = judge(same)
+        assert found is not None
+        assert found.verdict == "holds", judge
+        assert judge(same[1:4]) is None or judge is judges.sync_level
+    ours = resnet_row([90.31, 90.11, 89.77, 87.36], [91.69, 91.02, 89.86, 85.59])
+    verdicts = [(judge(ours) or judges.Finding("", "")).verdict for judge in (judges.sync_level, judges.noise_free)]
+    assert verdicts == ["holds in part", "does not hold"]
+    cost = judges.noise_cost(ours)
+    assert cost is not None
+    assert cost.verdict == "holds in part"
+    assert cost.ours == "SYNC -0.20, -0.54, -2.95; async -0.67, -1.83, -6.10 points at σ = 1, 2, 4"
+    unruly = judges.noise_cost(resnet_row([90.0, 91.0, 89.0, 87.0], [91.0, 90.0, 89.0, 85.0]))
+    assert unruly is not None
+    assert unruly.verdict == "does not hold"
+    seeds = [*ours, {**ours[1], "cell": {**ours[1]["cell"], "seed": 1}, "accuracy": 0.9125}]
+    level = judges.sync_level(seeds)
+    assert level is not None
+    assert (level.ours.split(",")[0], level.verdict) == ("90.68 at σ = 1", "holds")  # the mean of two seeds
+
+
 @pytest.mark.parametrize(
     ("sync", "asynchronous", "verdict"),
     [(0.1, 0.8, "holds"), (None, 0.8, "holds"), (0.1, 0.1, "holds in part"), (0.8, 0.8, "holds in part"),
