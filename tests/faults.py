@@ -15,14 +15,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
 from adp2sgd.data.records import Records
-from adp2sgd.engine.supervisor import Seat, Supervisor
+from adp2sgd.engine import learner_checkpoint
+from adp2sgd.engine.supervisor import Patience, Seat, Supervisor
 from adp2sgd.privacy import checks
-from adp2sgd.task import Task, cross_entropy
+from adp2sgd.task import Task, cross_entropy, digits
 
 DRAWS = "ADP2SGD_TEST_DRAWS"  # a named pipe that gets one byte for every batch that is drawn for a gradient
 
@@ -159,3 +161,15 @@ def counted_blobs(*, records: int = 400) -> Task:
         return inputs
 
     return Task(model=lambda: nn.Linear(4, 2), train=whole, test=whole, loss=cross_entropy, augment=count)
+
+
+def slow_disk() -> Task:
+    """Digits for learners whose checkpoints take longer to write than a learner may be silent while it trains."""
+    save = learner_checkpoint.save
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(Patience().wedged + 1.5)
+        save(*arguments)
+
+    learner_checkpoint.save = slowly
+    return digits(model="logistic")

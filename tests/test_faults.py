@@ -304,3 +304,11 @@ def test_a_learner_that_keeps_dying_is_given_up_and_named(tmp_path: Path) -> Non
     assert any("learner 1 was lost" in note for note in run.notes)
     assert run.global_steps >= 640
     assert Folder.open(tmp_path / "run").settings.learners == 3
+
+
+@pytest.mark.parametrize("algorithm", ["sync", "adpsgd"])
+def test_a_last_checkpoint_may_take_long(algorithm: str, tmp_path: Path) -> None:
+    settings = Config(task="faults:slow_disk", algorithm=algorithm, learners=2, epochs=0.5, device="cpu")
+    run = train(settings.replace(checkpoint_every=0), tmp_path / "run")
+    assert [learner.restarts for learner in run.learners] == [0, 0]
+    assert not [note for note in run.notes if "killed" in note or "lost" in note]

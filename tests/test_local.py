@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import statistics
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from adp2sgd.engine.liveview import _Lines, row
 from adp2sgd.engine.local import train
 from adp2sgd.engine.observer import Observer
 from adp2sgd.engine.setup import prepare
+from adp2sgd.engine.worker import Worker
 from adp2sgd.errors import ConfigError, DivergedError
 from adp2sgd.exchange.protocol import MESSAGES
 from adp2sgd.exchange.shared import SLOTS, Inbox, Layout, Memory, Outbox, Post, decode, encode
@@ -428,3 +431,16 @@ def test_learners_share_a_gpu(algorithm: str, tmp_path: Path) -> None:
     assert run.accuracy is not None
     assert run.accuracy > 0.85
     assert run.notes == ()
+
+
+def test_what_follows_the_padding_is_not_added_to_every_step() -> None:
+    def start(padded_to: float, *, pad: bool = True) -> float:
+        speeds = SimpleNamespace(pad=pad, step_s=1.0)
+        worker = SimpleNamespace(config=SimpleNamespace(speeds=speeds), _padded_to=padded_to)
+        return Worker._start(worker)  # type: ignore[arg-type]
+
+    now = time.monotonic()
+    assert start(now - 0.01) == now - 0.01  # a little late: the step began when the last one's time was up
+    assert start(now - 0.5) >= now  # far behind: it begins now, and nothing is made up for
+    assert start(-math.inf) >= now  # the first step
+    assert start(now - 0.01, pad=False) >= now

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,6 +111,86 @@ def test_cells_run_in_several_processes(tmp_path: Path) -> None:
     assert len(said) == 2
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, jobs: int) -> None:
+    arguments = ["reproduce", "table1", "--quick", "--noise", "1", "--epochs", "40", "--jobs", str(jobs), "--out", "r"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "adp2sgd", *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    running = tmp_path / "r" / ".running" / "table1"
+    deadline = time.monotonic() + 60
+    while len(list(running.glob("*/run/learner-0/events.jsonl"))) < jobs and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)
+    child.send_signal(signal.SIGINT)
+    told = child.communicate(timeout=60)[1].strip().splitlines()
+    assert child.returncode == 130
+    assert told[-1].endswith("interrupted; nothing is lost: the same command goes on from here")
+    assert len(list(running.glob("*/run/simulation.safetensors"))) == jobs
+    assert not list((tmp_path / "r" / "table1").glob("*.json"))
+
+
+@pytest.mark.processes
+def test_a_process_that_dies_or_fails_ends_the_study_with_one_line(tmp_path: Path) -> None:
+    for measure, error, words in [(is_killed, RunError, "died"), (is_wrong, ConfigError, "no such thing")]:
+        cells = [replace(a_cell("a"), measure=measure), replace(a_cell("b"), measure=measure)]
+        with pytest.raises(error, match=words):
+            run_all(cells, tmp_path, jobs=2, say=lambda _: None)
+
+
+def is_killed(scratch: Path, quiet: bool) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def is_wrong(scratch: Path, quiet: bool) -> dict[str, Any]:
+    raise ConfigError("there is no such thing; use another")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("table1 --epochs 0", "--epochs 0: use a positive number"),
+        ("table1 --epochs nan", "--epochs nan"),
+        ("table1 --noise inf", "--noise inf"),
+        ("table1 --noise -1", "--noise -1"),
+        ("table1 --seed -1", "--seed -1"),
+        ("table1 --momentum 1.5", "momentum = 1.5"),
+        ("table1 --device gpu", "gpu"),
+        ("table1 --model lstm", "--model lstm is unknown to table1; use one of: shufflenet"),
+        ("speech --model resnet18", "--model resnet18 is unknown to speech; use one of: lstm, lstm_small"),
+        ("table1 --algorithm fast", "--algorithm fast is unknown"),
+        ("theory --model resnet18", "theory has no --model"),
+        ("privacy --private", "privacy has no --private"),
+        ("sizes --epochs 3", "sizes has no --epochs"),
+        ("sizes --model cnn", "--model cnn is unknown to sizes"),
+        ("sizes --jobs 2", "--jobs 2 would spoil times"),
+        ("theory --write-docs", "--write-docs is for the results in"),
+    ],
+)
+def test_what_a_study_has_no_place_for_is_refused_before_anything_is_measured(
+    arguments: str, words: str, tmp_path: Path
+) -> None:
+    asked = adp2sgd("reproduce", *arguments.split(), "--quick", "--out", "r", cwd=tmp_path)
+    assert asked.returncode == 2
+    assert words in asked.stderr
+    assert len(asked.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_an_unusable_folder_or_cell_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--out .*file cannot be a folder"):
+        command.reproduce("table1", QUICK, out=tmp_path / "file")
+    (tmp_path / "r" / "table1").mkdir(parents=True)
+    for content in ("[]", "{}", '{"study"', "\xff"):
+        (tmp_path / "r" / "table1" / "other.json").write_text(content, encoding="latin-1")
+        with pytest.raises(ConfigError, match=r"other\.json cannot be read"):
+            command.reproduce("table1", QUICK, out=tmp_path / "r")
+    assert not (tmp_path / "r" / ".running").exists()
+
+
 def test_two_processes_never_measure_the_same_cell(tmp_path: Path) -> None:
     def again(scratch: Path, quiet: bool) -> dict[str, Any]:
         with pytest.raises(RunError, match="another process"):
@@ -193,25 +278,26 @@ def resnet_row(sync: list[float], asynchronous: list[float]) -> list[dict[str, A
 
 
 def test_the_row_of_resnet_is_judged_by_the_papers_figures() -> None:
+    sync_level = partial(judges.level, "sync")
     published = list(zip(*paper.MODELS["resnet18"].results, strict=True))
     same = resnet_row(list(published[0]), list(published[1]))
-    for judge in (judges.sync_level, judges.noise_free, judges.noise_cost):
+    for judge in (sync_level, judges.noise_free, judges.noise_cost):
         found = judge(same)
         assert found is not None
         assert found.verdict == "holds", judge
-        assert judge(same[1:4]) is None or judge is judges.sync_level
+        assert judge(same[1:4]) is None or judge is sync_level
     ours = resnet_row([90.31, 90.11, 89.77, 87.36], [91.69, 91.02, 89.86, 85.59])
-    verdicts = [(judge(ours) or judges.Finding("", "")).verdict for judge in (judges.sync_level, judges.noise_free)]
+    verdicts = [(judge(ours) or judges.Finding("", "")).verdict for judge in (sync_level, judges.noise_free)]
     assert verdicts == ["holds in part", "does not hold"]
     cost = judges.noise_cost(ours)
     assert cost is not None
-    assert cost.verdict == "holds in part"
-    assert cost.ours == "SYNC -0.20, -0.54, -2.95; async -0.67, -1.83, -6.10 points at σ = 1, 2, 4"
-    unruly = judges.noise_cost(resnet_row([90.0, 91.0, 89.0, 87.0], [91.0, 90.0, 89.0, 85.0]))
-    assert unruly is not None
-    assert unruly.verdict == "does not hold"
+    assert cost.verdict == "does not hold"
+    assert cost.ours == "SYNC −0.20, −0.54, −2.95; async −0.67, −1.83, −6.10 points at σ = 1, 2, 4"
+    partly = judges.noise_cost(resnet_row([90.0, 88.0, 89.0, 87.0], [91.0, 90.0, 89.0, 85.0]))
+    assert partly is not None
+    assert partly.verdict == "holds in part"  # 2.0 where the paper lost 2.34
     seeds = [*ours, {**ours[1], "cell": {**ours[1]["cell"], "seed": 1}, "accuracy": 0.9125}]
-    level = judges.sync_level(seeds)
+    level = sync_level(seeds)
     assert level is not None
     assert (level.ours.split(",")[0], level.verdict) == ("90.68 at σ = 1", "holds")  # the mean of two seeds
 
@@ -238,13 +324,6 @@ def test_case_3_is_judged_by_who_learns(sync: float | None, asynchronous: float 
         assert found is not None
         assert found.verdict == verdict
         assert judges.collapse(judges.full, records[1:]) is None
-
-
-def test_measured_times_are_not_shared(tmp_path: Path) -> None:
-    asked = adp2sgd("reproduce", "sizes", "--jobs", "2", "--out", str(tmp_path / "r"), cwd=tmp_path)
-    assert asked.returncode == 2
-    assert "--jobs 2 would spoil times" in asked.stderr
-    assert not (tmp_path / "r").exists()
 
 
 def test_a_stretched_schedule_keeps_its_course() -> None:

@@ -278,6 +278,7 @@ class Config(Section):
         _require(self.learners >= 1, "learners", self.learners, "use at least 1")
         _require(0 < self.epochs < math.inf, "epochs", self.epochs, "use a positive number")
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "use at least 1")
+        _require(self.seed is None or self.seed >= 0, "seed", self.seed, "use 0 or more")
         _require(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "use a positive number of epochs")
         _require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "use 0 or more epochs")
         _require(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import shutil
 import warnings
 from collections import Counter
@@ -22,14 +23,15 @@ MOST_GRAPHS = 12
 KEPT_BYTES = 256 << 20
 
 
-def tune(device: torch.device, precision: str, *, private: bool = False) -> None:
+def tune(device: torch.device, precision: str, *, private: bool = False, padded: bool = False) -> None:
     """Set torch's switches for a run. bfloat16 asks for speed: measured kernels, and TF32 where float32 remains.
 
+    Where steps are `padded` kernels are not measured: each thread would do so anew, while the clock runs.
     Private mode never uses TF32: a norm and a sum of operands rounded to 11 bits may disagree, and clipping with them.
     """
     keep_memory()
     fast = device.type == "cuda" and precision == "bfloat16"
-    torch.backends.cudnn.benchmark = fast
+    torch.backends.cudnn.benchmark = fast and not padded
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if fast and not private else "highest")
         torch.backends.cudnn.allow_tf32 = not private
@@ -97,17 +99,33 @@ class Recorded:
 
     def _record(self, shape: Any, tensors: tuple[Tensor, ...]) -> bool:
         given = tuple(tensor.clone() for tensor in tensors)
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._pool = self._pool or torch.cuda.graph_pool_handle()  # one after the other, they share their memory
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others may use the GPU
                 result = self._work(*given)
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # torch leaves us on the recording's
             self._failed = True
             warnings.warn(f"steps are not recorded as a CUDA graph: {str(error).splitlines()[0]}", stacklevel=4)
             return False
         self._graphs[shape] = (graph, given, result)
         return True
+
+
+def compiled(module: nn.Module, *, fixed: bool) -> Callable[[Tensor], Tensor]:
+    """The module fused by torch.compile; `fixed`: all batches have one size, and another one is compiled on its own."""
+    # All classifiers share one `forward`, whose compiled forms torch would otherwise stop making at the eighth.
+    torch._dynamo.config.recompile_limit = 64
+    made: Callable[[Tensor], Tensor] = torch.compile(module, dynamic=False if fixed else None)
+    return made
+
+
+def let_go() -> None:
+    """Free what a finished run held: its parts refer to each other, and a GPU has no room to wait for the collector."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def repeatable(module: nn.Module, loss: Callable[..., Any]) -> bool:

@@ -59,7 +59,7 @@ def download_to(data_dir: str | Path | None = None) -> Path:
 
 
 def _roots(data_dir: str | Path | None) -> list[Path]:
-    named = {"the data folder": data_dir, "ADP2SGD_DATA =": os.environ.get("ADP2SGD_DATA")}
+    named = {"the data folder": data_dir, "--data-dir or ADP2SGD_DATA": os.environ.get("ADP2SGD_DATA")}
     roots = []
     for name, value in named.items():
         if value:

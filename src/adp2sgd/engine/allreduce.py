@@ -22,8 +22,16 @@ class SyncWorker(Worker):
     A lost learner ends the run: the supervisor says so, and the others wait for its word.
     """
 
+    def assemble(self) -> None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        world = self.config.learners
+        on_gpu = self.setup.device.type == "cuda" and torch.cuda.device_count() >= world
+        store = TCPStore("127.0.0.1", self.order["port"], is_master=False)
+        distributed.init_process_group(
+            "nccl" if on_gpu else "gloo", store=store, rank=self.place.learner, world_size=world
+        )
+
     def train(self) -> None:
-        self._join()
         try:
             self._average()
             self.learner.read.copy_(self.learner.state)
@@ -42,15 +50,6 @@ class SyncWorker(Worker):
         Without the mutex: a copy that a new round overtakes holds coordinates of two rounds in a row.
         """
         return out.copy_(self.learner.read)
-
-    def _join(self) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        world = self.config.learners
-        on_gpu = self.setup.device.type == "cuda" and torch.cuda.device_count() >= world
-        store = TCPStore("127.0.0.1", self.order["port"], is_master=False)
-        distributed.init_process_group(
-            "nccl" if on_gpu else "gloo", store=store, rank=self.place.learner, world_size=world
-        )
 
     def _round(self) -> bool:
         """One step of everybody. False when the run ends after it."""

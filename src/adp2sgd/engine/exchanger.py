@@ -8,7 +8,7 @@ import select
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,11 @@ class Exchanger(threading.Thread):
         self._seen: Message | None = None  # the exchange under way when its deadline was set
         self._expires = 0.0
         self._next_beat = 0.0
+
+    def meet(self, partners: Iterable[int]) -> None:
+        """Open the partners' memories now, which takes long on a GPU. For before the thread starts."""
+        for partner in partners:
+            self._inbox.memory(partner)
 
     def want(self, partner: int) -> None:
         """Exchange with `partner` soon, unless an exchange is under way. Returns at once."""

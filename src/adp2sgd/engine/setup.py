@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from adp2sgd import topology
 from adp2sgd.config import Config, Privacy
 from adp2sgd.data import shards
 from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
-from adp2sgd.device import AUTOCAST, tune
+from adp2sgd.device import AUTOCAST, compiled, tune
 from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.errors import ConfigError
 from adp2sgd.flat import FlatModel
@@ -59,8 +59,10 @@ class Setup:
     def plain_step(self) -> PlainStep:
         """One for all learners of the process: they share the model, and so the recorded step."""
         config = self.config
-        compiled = config.compile and self.device.type == "cuda"
-        return PlainStep(self.task.loss, config.privacy.sigma or 0.0, AUTOCAST[config.precision], compiled=compiled)
+        loss, sigma, autocast = self.task.loss, config.privacy.sigma or 0.0, AUTOCAST[config.precision]
+        if not config.compile or self.device.type != "cuda":
+            return PlainStep(loss, sigma, autocast)
+        return PlainStep(loss, sigma, autocast, network=partial(compiled, fixed=config.privacy.mode == "paper"))
 
     @cached_property
     def engine(self) -> Engine:
@@ -83,7 +85,7 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     elif seed is None:
         seed = secrets.randbits(32)
     device = pick_device(config.device)
-    tune(device, config.precision, private=config.privacy.mode == "private")
+    tune(device, config.precision, private=config.privacy.mode == "private", padded=config.speeds.pad)
     graph = topology.build(config.topology, config.learners, seed)
     task = resolve(config.task, config.options)
     rows = shards.split(task.train, config.data, config.learners, seed)

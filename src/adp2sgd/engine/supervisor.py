@@ -280,7 +280,8 @@ class Supervisor:
         """Kill what has not been heard of for too long; its end is then learned like any other."""
         now = time.monotonic()
         for seat in self.seats:
-            limit = self.patience.wedged if seat.fate == "running" else self.patience.arrive
+            reports = seat.fate == "running" and self._over_at is None  # afterwards it may write a large checkpoint
+            limit = self.patience.wedged if reports else self.patience.arrive
             if seat.alive and seat.pid is not None and now - seat.heard_at > limit:
                 self.notes.append(f"learner {seat.learner} did not report for {limit:g} s and was killed")
                 seat.heard_at = now

@@ -29,6 +29,7 @@ from adp2sgd.learner import Learner
 from adp2sgd.record import Folder
 
 WATCH_EVERY = 32  # steps between looks at the gradient norms, so that a GPU is not made to wait at each
+LATE = 0.1  # of a padded step: by so much the next one may be late without its own time starting anew
 DELIVERY_S = 5.0  # how long the last words to the supervisor are repeated
 
 
@@ -65,6 +66,7 @@ class Worker:
         self.turns = 0
         self.staleness_total = self.staleness_max = 0
         self.step_s = 0.0  # of the last step
+        self._padded_to = -math.inf
         self._pending: list[tuple[dict[str, Any], Tensor]] = []
         self._recent: list[tuple[float, int]] = []
         self._last_total = 0
@@ -74,11 +76,14 @@ class Worker:
     def live(self) -> None:
         """Come back or start, wait for the word, train, answer until the run is over, rest."""
         self.exchange_before()
+        if self.setup.device.type == "cuda":
+            self.exchanger.meet(self.setup.graph.neighbours[self.place.learner])
         self.exchanger.start()
         self.keeper.start()
         self._find_model()
         if self.setup.device.type == "cuda":
             self.learner.rehearse()
+        self.assemble()
         self.state = "ready"
         self.exchanger.go.wait()
         self._began = time.monotonic()
@@ -104,6 +109,9 @@ class Worker:
     def exchange_before(self) -> None:
         """Whatever must be ready before the exchange thread starts."""
         self.exchanger.exchange.lost = self.order["mode"] == "comeback"
+
+    def assemble(self) -> None:
+        """Whatever all learners do together before the clock starts."""
 
     def snapshot(self, out: Tensor) -> Tensor:
         """What others see of the learner, copied by the exchange thread."""
@@ -132,7 +140,7 @@ class Worker:
 
     def _step(self) -> None:
         self.state = "training"
-        learner, began = self.learner, time.monotonic()
+        learner, began = self.learner, self._start()
         learner.begin()
         read_at = learner.progress.total
         try:
@@ -148,6 +156,11 @@ class Worker:
         stale = learner.progress.total - read_at
         learner.update(gradient)
         self.note_step(stale, began)
+
+    def _start(self) -> float:
+        """Now; or, with padded steps, when the last one's time was up: what follows the padding adds nothing."""
+        now, late = time.monotonic(), LATE * self.config.speeds.step_s
+        return self._padded_to if self.config.speeds.pad and now - self._padded_to < late else now
 
     def _average_only(self) -> None:
         self.state = "averaging"
@@ -171,6 +184,7 @@ class Worker:
         speeds = self.config.speeds
         took = time.monotonic() - began
         wanted = nominal_s if speeds.pad else took * nominal_s / speeds.step_s
+        self._padded_to = began + wanted
         if wanted > took:
             self.exchanger.wake.wait(wanted - took)
 
@@ -217,7 +231,7 @@ class Worker:
     def _keep_schedule(self, total: int) -> None:
         before, self._last_total = self._last_total, total
         for every, act in (
-            (self.config.evaluate_every, self.keeper.evaluate),
+            (0.0 if self.config.speeds.pad else self.config.evaluate_every, self.keeper.evaluate),
             (self.config.checkpoint_every, self.keeper.checkpoint),
         ):
             steps = every * self.setup.steps_per_epoch

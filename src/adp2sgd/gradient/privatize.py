@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adp2sgd.device import Recorded, laid_out, repeatable
 from adp2sgd.flat import FlatModel
@@ -56,12 +56,13 @@ class PlainStep:
     """
 
     def __init__(
-        self, loss: Loss, sigma: float = 0.0, autocast: torch.dtype | None = None, *, compiled: bool = False
-    ) -> None:
-        """`autocast`: the layers run in this type; `compiled`: they are fused by torch.compile. One step may serve all
-        learners that share a model."""
+        self, loss: Loss, sigma: float = 0.0, autocast: torch.dtype | None = None, *,
+        network: Callable[[nn.Module], Callable[[Tensor], Tensor]] = lambda module: module,
+    ) -> None:  # fmt: skip
+        """`autocast`: the layers run in this type; `network`: what is made of the module to run it (say, compiled).
+        One step may serve all learners that share a model."""
         self._loss = loss
-        self._compiled = compiled
+        self._network = network
         self._sigma = sigma
         self._autocast = autocast
         self._recorded: tuple[FlatModel, Callable[[Tensor, Tensor], None]] | None = None
@@ -81,8 +82,7 @@ class PlainStep:
     def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> None:
         """The sum of the records' gradients, into `model.grad`."""
         if self._recorded is None or self._recorded[0] is not model:
-            network = torch.compile(model.module) if self._compiled else model.module
-            work = partial(self._sum, model, network)
+            work = partial(self._sum, model, self._network(model.module))
             self._recorded = (model, Recorded(work) if repeatable(model.module, self._loss) else work)
         model.module.train()
         self._recorded[1](laid_out(inputs), targets)

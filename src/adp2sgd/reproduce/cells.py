@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -14,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adp2sgd.errors import ConfigError, RunError
+from adp2sgd.engine.interrupt import Interrupt
+from adp2sgd.errors import Adp2sgdError, ConfigError, InterruptedRunError, RunError
 from adp2sgd.record import versions
 
 RUNNING = ".running"  # below the results: runs that are under way or were interrupted
+INTERRUPTED = "interrupted; nothing is lost: the same command goes on from here"
 Record = Mapping[str, Any]
 """What a cell's file holds: study, name, cell (its identity), device, versions, seconds, and the figures."""
 Say = Callable[[str], None]
@@ -37,6 +40,14 @@ class Choice:
     private: bool = False
     processes: bool = False
     device: str = "auto"
+
+    def __post_init__(self) -> None:
+        epochs = 1.0 if self.epochs is None else self.epochs
+        wrong = [] if 0 < epochs < math.inf else [f"--epochs {epochs:g}: use a positive number"]
+        wrong += [f"--noise {n:g}: use a finite number, 0 or more" for n in self.noise if not 0 <= n < math.inf]
+        wrong += [f"--seed {n}: use 0 or more" for n in self.seeds if n < 0]
+        if wrong:
+            raise ConfigError(wrong[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +81,10 @@ def measured(cell: Cell, out: Path, *, quiet: bool = True) -> Record:
         if path.exists():
             return read(path)
         before = time.perf_counter()
-        figures = cell.measure(scratch, quiet)
+        try:
+            figures = cell.measure(scratch, quiet)
+        except InterruptedRunError:
+            raise InterruptedRunError(INTERRUPTED) from None
         whole = {
             "study": cell.study,
             "name": cell.name,
@@ -89,6 +103,8 @@ def read(path: Path) -> Record:
     """A finished cell."""
     try:
         found: Record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not {"study", "name", "cell"} <= set(found):
+            raise ValueError("it is not a cell's record")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); remove it and run its cell again") from None
     return found
@@ -113,20 +129,54 @@ def run_all(cells: Sequence[Cell], out: Path, *, jobs: int = 1, quiet: bool = Fa
 
 
 def _in_processes(cells: Sequence[Cell], out: Path, jobs: int) -> Iterator[Cell]:
-    """Measure the cells in `jobs` processes; each is given back when it is finished. An error ends all of it."""
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor, as_completed
+    """Measure the cells in `jobs` processes; each is given back when it is finished. An error ends all of it, and so
+    does an interruption, once every process has saved its state."""
+    from multiprocessing import connection, get_context
 
-    context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
-    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        waiting = {pool.submit(measured, cell, out): cell for cell in cells}
+    context = get_context("spawn")  # a forked process could not use the GPU
+    waiting = list(cells)
+    running: dict[Any, Any] = {}  # sentinel → process, the end that its error comes from, cell
+    with Interrupt() as interrupt:
         try:
-            for done in as_completed(waiting):
-                done.result()
-                yield waiting[done]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    answer, end = context.Pipe(duplex=False)
+                    process = context.Process(target=_measure_one, args=(waiting[0], out, end))
+                    process.start()
+                    end.close()  # else a process that was killed would leave us waiting for its answer
+                    running[process.sentinel] = process, answer, waiting.pop(0)
+                ended = connection.wait(list(running), timeout=0.2)
+                if interrupt.requested:
+                    raise InterruptedRunError(INTERRUPTED)
+                for sentinel in ended:
+                    process, answer, cell = running.pop(sentinel)
+                    process.join()
+                    if process.exitcode != 0:
+                        raise _error(answer, cell)
+                    yield cell
+        finally:
+            for process, _, _ in running.values():
+                process.terminate()  # SIGTERM: it saves its state first
+            for process, _, _ in running.values():
+                process.join()
+
+
+def _measure_one(cell: Cell, out: Path, end: Any) -> None:
+    try:
+        measured(cell, out)
+    except Adp2sgdError as error:
+        end.send(error)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(InterruptedRunError.exit_code) from None
+
+
+def _error(answer: Any, cell: Cell) -> Adp2sgdError:
+    try:
+        error: Adp2sgdError = answer.recv()
+    except EOFError:
+        return RunError(f"the process of {cell.name} died; finished cells are kept: the same command goes on from here")
+    return error
 
 
 def device_name(device: str) -> str:

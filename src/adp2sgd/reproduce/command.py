@@ -8,8 +8,8 @@ from pathlib import Path
 from adp2sgd import view
 from adp2sgd.errors import ConfigError
 from adp2sgd.reproduce import render
-from adp2sgd.reproduce.cells import Choice, run_all
-from adp2sgd.reproduce.studies import find
+from adp2sgd.reproduce.cells import Choice, finished, run_all
+from adp2sgd.reproduce.studies import check, find
 from adp2sgd.reproduce.training import experiments
 
 
@@ -18,11 +18,19 @@ def reproduce(
     quiet: bool = False, write_docs: bool = False,
 ) -> None:  # fmt: skip
     """Finished cells are only read. Tables go to standard output, progress to standard error."""
-    study = find(name)
-    out = out or experiments() / "results"
-    cells = study.cells(choice)
+    check(name, choice)
     if jobs > 1 and (choice.processes or name == "sizes"):
         raise ConfigError(f"--jobs {jobs} would spoil times that are measured; leave it out")
+    study, home = find(name), experiments() / "results"
+    out = out or home
+    if write_docs and out.resolve() != home.resolve():
+        raise ConfigError(f"--write-docs is for the results in {home}; leave --out {out} out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be a folder ({error.strerror}); choose another") from None
+    finished(out, name)  # a damaged file shows before anything is measured
+    cells = study.cells(choice)
 
     def say(text: str) -> None:
         if not quiet:

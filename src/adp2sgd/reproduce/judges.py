@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from adp2sgd.reproduce import paper
 from adp2sgd.reproduce.cells import Record
-from adp2sgd.reproduce.tables import least_slow_down, pairs_of, quality, race, seconds_of, shown
+from adp2sgd.reproduce.tables import least_slow_down, pairs_of, quality, race, seconds_of, shown, signed
 
 HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold"
 FULL_EPOCHS = 300.0
+NEEDED = 2  # noise levels of the LSTM, at least: the small form has no more
 NOISY = paper.NOISE["cifar10"][1:]
 NAMES = tuple(zip(paper.ALGORITHMS, ("SYNC", "async"), strict=True))
 Choose = Callable[[Sequence[Record]], list[Record]]
@@ -28,16 +30,17 @@ class Finding:
 
 def full(records: Sequence[Record], model: str | None = None) -> list[Record]:
     """The paper's recipe at its own size, of all models or of one."""
-    return [r for r in _as_published(records, "") if model in (None, r["cell"].get("model"))]
+    return _as_published(records, "", model)
 
 
-def small(records: Sequence[Record]) -> list[Record]:
-    return _as_published(records, "quick")
+def small(records: Sequence[Record], model: str | None = None) -> list[Record]:
+    return _as_published(records, "quick", model)
 
 
-def _as_published(records: Sequence[Record], form: str) -> list[Record]:
+def _as_published(records: Sequence[Record], form: str, model: str | None) -> list[Record]:
     unlike = {"z", "epsilon", "momentum"}
-    return [r for r in records if r["cell"].get("form", "") == form and not unlike & set(r["cell"])]
+    chosen = [r for r in records if r["cell"].get("form", "") == form and not unlike & set(r["cell"])]
+    return [r for r in chosen if model in (None, r["cell"].get("model"))]
 
 
 @dataclass
@@ -57,7 +60,7 @@ def _gaps(records: Sequence[Record]) -> dict[float, Gap]:
     found: dict[float, Gap] = {}
     for key, pair in pairs_of(records).items():
         ours = quality(pair.get("sync")), quality(pair.get("adpsgd"))
-        if ours[0] is not None and ours[1] is not None:
+        if ours[0] is not None and ours[1] is not None and not key.engine:
             gap = found.setdefault(key.noise, Gap([], []))
             gap.values.append(ours[1] - ours[0])
             gap.files += [pair["sync"], pair["adpsgd"]]
@@ -78,12 +81,12 @@ def _mean(records: Sequence[Record]) -> float:
     return sum(quality(record) or 0.0 for record in records) / len(records)
 
 
-def sync_level(records: Sequence[Record]) -> Finding | None:
-    """SYNC with noise: at most 1.5 points below the paper."""
-    row = {sigma: found for sigma, found in _row(records, "sync").items() if sigma in NOISY}
+def level(algorithm: str, records: Sequence[Record]) -> Finding | None:
+    """With noise: at most 1.5 points below the paper."""
+    row = {sigma: found for sigma, found in _row(records, algorithm).items() if sigma in NOISY}
     if len(row) < len(NOISY):
         return None
-    short = [_published(sigma, "sync") - _mean(found) for sigma, found in row.items()]
+    short = [_published(sigma, algorithm) - _mean(found) for sigma, found in row.items()]
     verdict = HOLDS if max(short) <= 1.5 else PARTLY if min(short) <= 1.5 else FAILS
     text = ", ".join(f"{_mean(found):.2f} at σ = {sigma:g}" for sigma, found in row.items())
     return Finding(text, verdict, [record for found in row.values() for record in found])
@@ -101,20 +104,19 @@ def noise_free(records: Sequence[Record]) -> Finding | None:
 
 
 def noise_cost(records: Sequence[Record]) -> Finding | None:
-    """What noise costs: it holds where each loss is within 1.5 points of the paper's, in part where it costs at all."""
-    texts, near, files, falls = [], [], [], True
+    """What noise costs: each loss is within 1.5 points of the paper's."""
+    texts, near, files = [], [], []
     for algorithm, name in NAMES:
         row = _row(records, algorithm)
         if not {0.0, *NOISY} <= set(row):
             return None
         levels = [_mean(row[sigma]) for sigma in (0.0, *NOISY)]
-        falls = falls and levels == sorted(levels, reverse=True)
         lost = [level - levels[0] for level in levels[1:]]
         claimed = [_published(sigma, algorithm) - _published(0.0, algorithm) for sigma in NOISY]
         near += [abs(a - b) <= 1.5 for a, b in zip(lost, claimed, strict=True)]
-        texts.append(f"{name} {', '.join(f'{each:+.2f}' for each in lost)}")
+        texts.append(f"{name} {', '.join(signed(each) for each in lost)}")
         files += [record for sigma in (0.0, *NOISY) for record in row[sigma]]
-    verdict = HOLDS if all(near) else PARTLY if falls else FAILS
+    verdict = HOLDS if all(near) else PARTLY if any(near) else FAILS
     return Finding("; ".join(texts) + " points at σ = 1, 2, 4", verdict, files)
 
 
@@ -134,8 +136,49 @@ def comparable_small(records: Sequence[Record]) -> Finding | None:
     return _compared(_gaps(small(records)), 3.0, 4)
 
 
-def comparable_loss(model: str, records: Sequence[Record]) -> Finding | None:
-    return _compared(_gaps(full(records, model)), 0.05, 4, loss=True)
+def comparable_others(records: Sequence[Record]) -> Finding | None:
+    """The eight other CNNs at 20 epochs or more: |asynchronous − SYNC| at most 3 points."""
+    gaps, files = {}, []
+    for key, pair in pairs_of(full(records)).items():
+        if key.model in paper.CNNS and key.model != "resnet18" and key.epochs >= 20 and len(pair) == 2:
+            sync, asynchronous = (quality(pair[a]) or 0.0 for a in paper.ALGORITHMS)
+            gaps[key] = asynchronous - sync
+            files += list(pair.values())
+    if len({(key.model, key.noise) for key in gaps}) < 4 * (len(paper.CNNS) - 1):
+        return None
+    within = sum(abs(gap) <= 3 for gap in gaps.values())
+    far = max(gaps, key=lambda key: abs(gaps[key]))
+    text = f"{within} of {len(gaps)} pairs; the farthest {signed(gaps[far])} ({far.title}, σ = {far.noise:g})"
+    return Finding(text, HOLDS if within == len(gaps) else PARTLY if within else FAILS, files)
+
+
+def collapse_of_senet(records: Sequence[Record]) -> Finding | None:
+    """SENet-18 at large noise: SYNC ends at chance, and ADPSGD learns."""
+    for key, pair in pairs_of(full(records, "senet18")).items():
+        if key.noise == NOISY[-1] and len(pair) == 2:
+            right = [(quality(pair["sync"]) or 0) < 15, (quality(pair["adpsgd"]) or 0) > 50]
+            text = f"SYNC {shown(pair['sync'])}, async {shown(pair['adpsgd'])} after {key.epochs:g} epochs"
+            return Finding(text, HOLDS if all(right) else PARTLY if any(right) else FAILS, list(pair.values()))
+    return None
+
+
+def comparable_loss(choose: Choose, records: Sequence[Record]) -> Finding | None:
+    return _compared(_gaps(choose(records)), 0.05, NEEDED, loss=True)
+
+
+def rises(choose: Choose, records: Sequence[Record]) -> Finding | None:
+    """The held-out loss grows with the noise."""
+    texts, steady, files = [], [], []
+    for algorithm, name in NAMES:
+        found = {k.noise: pair[algorithm] for k, pair in pairs_of(choose(records)).items() if algorithm in pair}
+        values = [quality(found[noise]) or math.inf for noise in sorted(found)]
+        if len(values) < NEEDED:
+            return None
+        steady.append(values == sorted(values))
+        texts.append(f"{name} {', '.join(f'{value:.3f}' for value in values)}")
+        files += [found[noise] for noise in sorted(found)]
+    verdict = HOLDS if all(steady) else PARTLY if any(steady) else FAILS
+    return Finding("; ".join(texts), verdict, files)
 
 
 def _compared(gaps: dict[float, Gap], allowed: float, needed: int, *, loss: bool = False) -> Finding | None:
@@ -147,13 +190,17 @@ def _compared(gaps: dict[float, Gap], allowed: float, needed: int, *, loss: bool
     parts, digits = [], 3 if loss else 2
     for noise, gap in gaps.items():
         seeds = f" (mean of {len(gap.values)} seeds)" if len(gap.values) > 1 else ""
-        parts.append(f"{gap.mean:+.{digits}f} at σ = {noise:g}{seeds}")
+        parts.append(f"{signed(gap.mean, digits)} at σ = {noise:g}{seeds}")
     files = [record for gap in gaps.values() for record in gap.files]
     return Finding("async − SYNC " + ", ".join(parts), verdict, files)
 
 
 def slow_down(choose: Choose, factor: float, records: Sequence[Record], engine: str = "") -> Finding | None:
-    """SYNC slows by the slow learner's factor; ADPSGD by at most 1/0.85 of the least possible."""
+    """SYNC slows by the slow learner's factor; ADPSGD by at most 1/0.85 of the least possible.
+
+    Real processes need time for SYNC's all-reduce also when all are equal, so there the race is judged instead: at
+    least 85 % of the ideal speed-up.
+    """
     pairs = pairs_of(r for r in choose(records) if r["cell"]["engine"] == engine)
     for key, pair in pairs.items():
         even = pairs.get(key._replace(variant="even"), {})
@@ -162,9 +209,11 @@ def slow_down(choose: Choose, factor: float, records: Sequence[Record], engine: 
         sync, asynchronous = (seconds_of(pair[a]) / seconds_of(even[a]) for a in paper.ALGORITHMS)
         least = least_slow_down(pair["adpsgd"])
         right = [abs(sync - factor) <= 0.05 * factor, asynchronous <= least / 0.85]
-        verdict = HOLDS if all(right) else PARTLY if any(right) else FAILS
         text = f"SYNC ×{sync:.2f}, async ×{asynchronous:.2f} (least possible ×{least:.2f})"
         won = race(pair)
+        if won is not None and engine:
+            right[0] = won.speed_up >= 0.85 * won.ideal
+        verdict = HOLDS if all(right) else PARTLY if any(right) else FAILS
         if won is not None:
             text += f"; to {won.quality} {won.speed_up:.2f} times as fast as SYNC ({won.speed_up / won.ideal:.0%} of "
             text += f"the ideal {won.ideal:.2f})"

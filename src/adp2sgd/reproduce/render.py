@@ -13,6 +13,8 @@ from adp2sgd.reproduce.claims import claims_table
 from adp2sgd.reproduce.studies import STUDIES, Study
 from adp2sgd.reproduce.tables import Table
 
+NAMES = {"sync": "SYNC", "adpsgd": "async"}
+FEW = 20  # evaluations: each is then marked
 BEGIN, END = "<!-- reproduce {} -->", "<!-- end -->"
 
 
@@ -29,12 +31,15 @@ def _row(texts: Sequence[str]) -> str:
 def section(name: str, out: Path, where: str) -> str:
     """All tables of a study, full form first, with the files that they were read off, and pictures (below `where`)."""
     parts, records = [], finished(out, name)
-    for form, words in (("", ""), ("quick", "Small form (`--quick`: handwritten digits, 4 learners)")):
+    for form, words in (("", ""), ("quick", "### Small form (`--quick`: handwritten digits, 4 learners)")):
         chosen = [record for record in records if record["cell"].get("form", "") == form]
-        for table in STUDIES[name].tables(chosen) if chosen else []:
-            parts += [words, markdown(table)] if words else [markdown(table)]
         if chosen:
-            parts.append(f"Files in `{name}/`: " + ", ".join(f"`{record['name']}.json`" for record in chosen))
+            files = ", ".join(f"`{record['name']}.json`" for record in chosen)
+            parts += [words] if words else []
+            parts += [markdown(table) for table in STUDIES[name].tables(chosen)]
+            parts.append(
+                f"<details><summary>{len(chosen)} files in <code>{name}/</code></summary>\n\n{files}\n\n</details>"
+            )
     parts += [f"![{picture.stem}]({where}/{name}/{picture.name})" for picture in sorted((out / name).glob("*.png"))]
     return "\n\n".join(parts) or f"No cell is finished yet: `adp2sgd reproduce {name}`."
 
@@ -77,30 +82,47 @@ def figures(study: Study, records: Sequence[Record], folder: Path) -> list[Path]
 
 
 def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
+    """A colour for each noise (and, in the cases, variant); SYNC is dashed."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    by_loss = paper.family(records[0]["cell"]["model"]) == "speech"
+    by_loss, colours = paper.family(records[0]["cell"]["model"]) == "speech", dict[str, str]()
     for record in records:
         cell, curve = record["cell"], record["curve"]
         if cell["seed"] != records[0]["cell"]["seed"]:
             continue  # further seeds are in the tables
         values = curve["loss"] if by_loss else [100 * value for value in curve["accuracy"]]
         kind, noise = paper.noise_of(cell)
-        label = " ".join(filter(None, (cell["algorithm"], f"{paper.LETTERS[kind]}={noise:g}", cell["variant"])))
-        axes.plot(curve[study.x], values, "-" if cell["algorithm"] == "adpsgd" else "--", label=label, linewidth=1.2)
+        what = " ".join(filter(None, (f"{paper.LETTERS[kind]} = {noise:g}", cell["variant"])))
+        colour = colours.setdefault(what, f"C{len(colours)}")
+        label = f"{NAMES[cell['algorithm']]}, {what}{' (diverged)' if record.get('diverged') else ''}"
+        style = "-" if cell["algorithm"] == "adpsgd" else "--"
+        marker = "." if len(values) < FEW else ""
+        axes.plot(curve[study.x], values, style, label=label, color=colour, marker=marker, linewidth=1.3)
     axes.set_xlabel({"epoch": "epochs", "seconds": f"seconds ({_clock(records)})"}[study.x or "epoch"])
+    if study.x == "seconds":
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("held-out loss" if by_loss else "accuracy of θ in %")
-    form = ", small form (digits)" if records[0]["cell"]["form"] == "quick" else ""
-    momentum = records[0]["cell"].get("momentum")
-    unusual = f", momentum {momentum:g}" if momentum else ""
-    axes.set_title(f"{study.title}, {records[0]['cell']['model']}{unusual}{form}")
-    axes.legend(fontsize="x-small", ncols=2)
+    axes.set_title(f"{study.title}, {_setting(records[0]['cell'])}", fontsize="medium")
+    axes.legend(fontsize="small", ncols=2)
     axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80, metadata={"Software": None})
     return path
+
+
+def _setting(cell: Record) -> str:
+    momentum = cell.get("momentum")
+    private = "" if "sigma" in cell else "private mode"
+    form = "small form (digits)" if cell["form"] == "quick" else ""
+    engine = "real processes" if cell["engine"] else ""
+    parts = (cell["model"], f"momentum {momentum:g}" if momentum else "", private, engine, form)
+    return ", ".join(filter(None, parts))
 
 
 def _clock(records: Sequence[Record]) -> str:

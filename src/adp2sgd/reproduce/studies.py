@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from adp2sgd import config
+from adp2sgd.engine.setup import pick_device
 from adp2sgd.errors import ConfigError
 from adp2sgd.reproduce import accounting, convergence, paper, sizes, tables, training
 from adp2sgd.reproduce.cells import Cell, Choice, Record
 from adp2sgd.reproduce.tables import Table
 from adp2sgd.reproduce.training import cell
 
+TRAINING = frozenset(each.name for each in fields(Choice))
+ALWAYS = frozenset({"quick", "device"})
+OPTIONS = {"models": "model", "algorithms": "algorithm", "seeds": "seed"}  # where the command line says it otherwise
+
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """`x` is what the figures plot quality against; None where a study has none."""
+    """`x` is what the figures plot quality against; None where a study has none. `takes`: what of a `Choice` has a
+    meaning here, and `families` whose models."""
 
     title: str
     cells: Callable[[Choice], list[Cell]]
     tables: Callable[[Sequence[Record]], list[Table]]
     x: str | None = None
+    takes: frozenset[str] = TRAINING
+    families: tuple[str, ...] = ("cifar10", "speech")
 
 
 def _grid(study: str, models: Sequence[str], noise: Mapping[str, Sequence[float]], choice: Choice) -> list[Cell]:
@@ -37,10 +45,6 @@ def _grid(study: str, models: Sequence[str], noise: Mapping[str, Sequence[float]
 
 
 def _small_set(models: Sequence[str], choice: Choice) -> Sequence[str]:
-    for model in models:
-        if model not in (*paper.MODELS, *paper.BESIDE):
-            known = ", ".join((*paper.MODELS, *paper.BESIDE))
-            raise ConfigError(f"--model {model} is unknown; use one of: {known}")
     return list({paper.family(m): m for m in models}.values()) if choice.quick else models
 
 
@@ -91,10 +95,16 @@ STUDIES: dict[str, Study] = {
     "table1": Study(
         title="Table 1: accuracy",
         cells=_table1,
-        tables=partial(tables.accuracy_table, "Accuracy in %, of the averaged model θ"),
+        tables=partial(tables.accuracy_table, "Accuracy in % of the averaged model θ (the paper's: after 300 epochs)"),
         x="epoch",
+        families=("cifar10",),
     ),
-    "sizes": Study(title="Model sizes and times", cells=sizes.cells, tables=tables.size_table),
+    "sizes": Study(
+        title="Model sizes and times",
+        cells=sizes.cells,
+        tables=tables.size_table,
+        takes=ALWAYS | {"models"},
+    ),
     "case1": Study(
         title="Case I: a random learner is slow", cells=partial(_slow, "case1"), tables=tables.slow_table, x="seconds"
     ),
@@ -108,11 +118,12 @@ STUDIES: dict[str, Study] = {
     "speech": Study(
         title="Speech: held-out loss of the LSTM",
         cells=_speech,
-        tables=partial(tables.accuracy_table, "Held-out loss of the averaged model θ"),
+        tables=partial(tables.accuracy_table, "Held-out loss of the averaged model θ (the paper's: on other data)"),
         x="epoch",
+        families=("speech",),
     ),
-    "theory": Study(title="Convergence theory", cells=convergence.cells, tables=tables.theory_tables),
-    "privacy": Study(title="Privacy", cells=accounting.cells, tables=tables.privacy_tables),
+    "theory": Study(title="Convergence theory", cells=convergence.cells, tables=tables.theory_tables, takes=ALWAYS),
+    "privacy": Study(title="Privacy", cells=accounting.cells, tables=tables.privacy_tables, takes=ALWAYS),
 }
 
 
@@ -121,3 +132,21 @@ def find(name: str) -> Study:
     if name not in STUDIES:
         raise ConfigError(f"study {name!r} is unknown; use one of: {', '.join(STUDIES)}")
     return STUDIES[name]
+
+
+def check(name: str, choice: Choice) -> None:
+    """Refuse what the study has no place for, before anything is measured."""
+    study, usual = find(name), Choice()
+    for each in fields(Choice):
+        if each.name not in study.takes and getattr(choice, each.name) != getattr(usual, each.name):
+            raise ConfigError(f"{name} has no --{OPTIONS.get(each.name, each.name)}; leave it out")
+    known = [model for model in (*paper.MODELS, *paper.BESIDE) if paper.family(model) in study.families]
+    if name == "sizes":
+        known = list(paper.MODELS)
+    for model in choice.models:
+        if model not in known:
+            raise ConfigError(f"--model {model} is unknown to {name}; use one of: {', '.join(known)}")
+    for algorithm in choice.algorithms:
+        if algorithm not in paper.ALGORITHMS:
+            raise ConfigError(f"--algorithm {algorithm} is unknown; use one of: {', '.join(paper.ALGORITHMS)}")
+    pick_device(choice.device)

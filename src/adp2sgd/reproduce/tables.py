@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from adp2sgd.reproduce import paper
@@ -33,6 +33,11 @@ def quality(record: Record | None, key: str = "accuracy") -> float | None:
 
 def _text(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """With its sign, as print has it."""
+    return f"{value:+.{digits}f}".replace("-", "−")
 
 
 class Setting(NamedTuple):
@@ -89,13 +94,20 @@ def accuracy_table(title: str, records: Sequence[Record]) -> list[Table]:
         gap = None if None in ours else ours[1] - ours[0]  # type: ignore[operator]
         row = [key.title, f"{key.letter} = {key.noise:g}", f"{key.epochs:g}", str(key.seed)]
         row += [_text(each, digits) for each in published]
-        row += [shown(sync), shown(asynchronous), _text(gap, digits)]
+        row += [shown(sync), shown(asynchronous), "–" if gap is None else signed(gap, digits)]
         row += [shown(sync, "accuracy_recomputed"), shown(asynchronous, "accuracy_recomputed"), _single(asynchronous)]
         row += [_epsilon(asynchronous or sync)]
         rows.append(row)
     columns = ["model", "noise", "epochs", "seed", "paper SYNC", "paper async", "SYNC", "async", "async − SYNC"]
     columns += ["SYNC, statistics recomputed", "async, statistics recomputed", "single async learners", "ε"]
-    return [Table(title=title, columns=columns, rows=rows)] if rows else []
+    return [_without_empty(Table(title=title, columns=columns, rows=rows))] if rows else []
+
+
+def _without_empty(table: Table) -> Table:
+    """Less the columns that say nothing in any row."""
+    kept = [i for i in range(len(table.columns)) if {row[i] for row in table.rows} - {"–", "none"}]
+    rows = [[row[i] for i in kept] for row in table.rows]
+    return replace(table, columns=[table.columns[i] for i in kept], rows=rows)
 
 
 def _single(record: Record | None) -> str:
@@ -130,7 +142,7 @@ def slow_table(records: Sequence[Record]) -> list[Table]:
             rows.append(row)
     columns = ["model", "learners", "σ", "epochs", "seed", "algorithm", "seconds, all equal", "seconds, one slow"]
     columns += ["slow-down", "least possible", "quality, all equal", "quality, one slow"]
-    steps = Table(title="One slow learner: time for the same number of steps", columns=columns, rows=rows)
+    steps = Table(title="A slow learner: time for the same number of steps", columns=columns, rows=rows)
     return [steps, *_race_table(pairs)]
 
 
@@ -148,7 +160,7 @@ def _race_table(pairs: dict[Setting, dict[str, Record]]) -> list[Table]:
             rows.append([*row, f"{found.speed_up / found.ideal:.0%}"])
     columns = ["model", "learners", "σ", "epochs", "seed", "quality", "SYNC, seconds", "async, seconds", "speed-up"]
     columns += ["ideal speed-up", "share of it"]
-    title = f"One slow learner: time to a quality {SHORT:.0%} short of the lower of both runs' best"
+    title = f"A slow learner: time to a quality {SHORT:.0%} short of the lower of both runs' best"
     return [Table(title=title, columns=columns, rows=rows)] if rows else []
 
 
@@ -298,8 +310,9 @@ def privacy_tables(records: Sequence[Record]) -> list[Table]:
         "theorem-2": ("Theorem 2 at worked points, and ε of a neighbour who sees whose model it receives", {
             "claimed_epsilon": "claimed ε", "mu": "μ", "learners": "K", "steps": "T", "alpha": "α",
             "alpha_bound": "bound on α", "sigma": "σ", "failed": "conditions that fail",
-            "neighbour_noise_on_sum": "true ε, noise on the sum", "neighbour_noise_on_mean": "on the mean",
-            "neighbour_replace_one": "on the mean, replace-one"}),
+            "neighbour_noise_on_sum": "true ε (add-remove), noise on the sum",
+            "neighbour_noise_on_mean": "on the mean",
+            "neighbour_replace_one": "on the mean, replace-one as the theorem has it"}),
         "shares": ("Unequal learners: what each spends (noise multiplier 2, T = 58,594, K = 16)", {
             "case": "case", "learner": "learner", "simulated_steps": "steps (simulated)", "steps": "steps (exact)",
             "epsilon": "ε", "epsilon_planned": "ε if p_k were 1/K"}),

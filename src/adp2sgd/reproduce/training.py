@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from adp2sgd import config, view
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds
-from adp2sgd.device import can_compile, laid_out, precision_on
+from adp2sgd.device import can_compile, laid_out, let_go, precision_on
 from adp2sgd.engine import checkpoint, simulate, train
 from adp2sgd.engine.evaluate import Metrics, average, evaluate
 from adp2sgd.engine.setup import Setup, pick_device, prepare
@@ -47,18 +47,18 @@ def recipe(model: str, choice: Choice) -> Config:
     if choice.quick:
         return _small(base, family)
     device = pick_device(choice.device)
-    base = base.replace(compile=can_compile(device) and not choice.processes)
-    precision = precision_on(device)
     if model == "lstm_small":
-        small = config.load(experiments() / "speech_small.toml")
-        base = small.replace(device=choice.device, topology=base.topology, compile=base.compile)
-        return base.replace(precision=precision)
-    return base.replace(task=f"{family}/{model}", precision=precision)
+        return config.load(experiments() / "speech_small.toml").replace(device=choice.device, topology=base.topology)
+    if family == "speech":  # in bfloat16 torch would run an LSTM in float16, and it has nothing to compile in one
+        return base.replace(task=f"{family}/{model}")
+    fused = can_compile(device) and not choice.processes and not choice.private
+    return base.replace(task=f"{family}/{model}", precision=precision_on(device), compile=fused)
 
 
 def _small(base: Config, family: str) -> Config:
     """The same recipe on 1,437 digits with 4 learners: one small CNN, or an LSTM that reads each image row by row."""
-    small = base.replace(learners=4, batch_size=32, epochs=5.0, evaluate_every=1.0, device="cpu")
+    device = "cpu" if base.device == "auto" else base.device
+    small = base.replace(learners=4, batch_size=32, epochs=5.0, evaluate_every=1.0, device=device)
     if family == "cifar10":
         optimizer = base.optimizer.replace(lr=0.2, schedule=((160.0, 0.02), (240.0, 0.002)))
         return small.replace(task="digits/cnn", options={"norm": "batch"}, optimizer=stretched(optimizer, 5 / 300))
@@ -113,7 +113,7 @@ def cell(
         seed=seed,
         epochs=epochs,
         optimizer=_optimizer(base, epochs, choice),
-        evaluate_every=max(min(1.0, epochs / 5), epochs / POINTS),
+        evaluate_every=epochs / (POINTS // 2 if choice.processes else POINTS),
         checkpoint_every=_checkpoint_every(base, epochs),
         speeds=speeds.replace(pad=choice.processes, step_s=_nominal(choice)),
     )
@@ -199,6 +199,8 @@ def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> d
     except DivergedError as error:
         figures |= {"diverged": str(error).partition(";")[0], "curve": _curve(list(points.values()))}
         return figures | {"accuracy": None, "loss": None, "virtual_seconds": None}
+    finally:
+        let_go()
     took = time.perf_counter() - before
     rate = None if resumed else round(run.global_steps * settings.batch_size / took)  # of a whole run only
     figures |= _figures(run) | {"images_per_second": rate}
