@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.bookkeeping import PAD, BookKeeping
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.models import MODELS
+from adp2sgd.models.blocks import ImageClassifier
 from adp2sgd.task import cross_entropy
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -128,3 +130,25 @@ def test_recording_goes_on_after_too_many_shapes(monkeypatch: pytest.MonkeyPatch
         x = torch.rand(size, device="cuda")
         torch.testing.assert_close(doubled(x), 2 * x)
     assert len(doubled._graphs) == 1
+
+
+def test_every_classifier_of_a_process_is_compiled_and_every_batch_size_on_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All share one `forward`, of which torch by itself makes eight compiled forms and then silently none."""
+    made: list[list[object]] = []  # the inputs of each compiled form
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        made.append(inputs)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+    torch._dynamo.reset()
+    for layers in range(1, 11):
+        run = device.compiled(ImageClassifier([nn.Conv2d(3, 3, 1) for _ in range(layers)], 3, 2), fixed=True)
+        for batch in (4, 8) if layers == 10 else (4,):
+            run(torch.zeros(batch, 3, 2, 2))
+    assert len(made) == 11
+    assert all(isinstance(each, Tensor) for inputs in made for each in inputs), "a size was left open"
+    torch._dynamo.reset()
