@@ -142,6 +142,11 @@ class Draws:
                 self._count += len(os.read(self._pipe, 1 << 16))
         return self._count
 
+    def forget(self) -> None:
+        """Count from zero again."""
+        self.count()
+        self._count = 0
+
     def close(self) -> None:
         os.close(self._pipe)
 

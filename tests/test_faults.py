@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -76,11 +77,31 @@ def rate(times: list[float], start: float, end: float) -> float:
     return (len(inside) - 1) / (inside[-1] - inside[0])
 
 
+class SlowedError(AssertionError):
+    """The fault slowed a learner; or a neighbour on this machine did."""
+
+
+def twice_if_slowed(test: Callable[[Path, Draws], None]) -> Callable[[Path, Draws], None]:
+    """The test once more where it only found a learner slowed: other programs use these cores as well, now and then."""
+
+    @wraps(test)
+    def tried(tmp_path: Path, draws: Draws) -> None:
+        try:
+            test(tmp_path, draws)
+        except SlowedError:
+            draws.forget()
+            (tmp_path / "again").mkdir()
+            test(tmp_path / "again", draws)
+
+    return tried
+
+
 def assert_others_went_on(folder: Path, at: list[float], victims: set[int], learners: int = 4) -> None:
     for learner in set(range(learners)) - victims:
         times = steps(folder, learner)
         before, after = rate(times, 0.3, min(at)), rate(times, min(at), times[-1])
-        assert after >= FALL * before, f"learner {learner}: {before:.2f} steps/s before, {after:.2f} after"
+        if after < FALL * before:
+            raise SlowedError(f"learner {learner}: {before:.2f} steps/s before, {after:.2f} after")
 
 
 def assert_ledgers_cover(draws: Draws, folder: Path, learners: int = 4) -> None:
@@ -90,6 +111,7 @@ def assert_ledgers_cover(draws: Draws, folder: Path, learners: int = 4) -> None:
     assert counted >= draws.count() > 0
 
 
+@twice_if_slowed
 def test_a_killed_learner_slows_nobody_and_comes_back(tmp_path: Path, draws: Draws) -> None:
     faults = Faults().kill(learner=2, at_step=60)
     run = train(SLEEPY, tmp_path / "run", on_status=faults)
@@ -108,6 +130,7 @@ def test_a_killed_learner_slows_nobody_and_comes_back(tmp_path: Path, draws: Dra
     assert sum(point.seconds > faults.times[0] for point in run.curve[:-1]) >= 2
 
 
+@twice_if_slowed
 def test_all_but_one_are_killed_at_random_moments(tmp_path: Path, draws: Draws) -> None:
     faults, draw = Faults(), random.Random(5)
     for learner in (0, 1, 3):
@@ -120,6 +143,7 @@ def test_all_but_one_are_killed_at_random_moments(tmp_path: Path, draws: Draws) 
     assert_ledgers_cover(draws, tmp_path / "run")
 
 
+@twice_if_slowed
 def test_a_stopped_learner_is_replaced_and_does_not_draw_when_it_wakes(tmp_path: Path, draws: Draws) -> None:
     faults = Faults().stop(learner=1, at_step=60, seconds=10.0)
     run = train(SLEEPY.replace(epochs=16), tmp_path / "run", on_status=faults)
@@ -133,6 +157,7 @@ def test_a_stopped_learner_is_replaced_and_does_not_draw_when_it_wakes(tmp_path:
     assert_ledgers_cover(draws, tmp_path / "run")
 
 
+@twice_if_slowed
 def test_a_full_disk_stops_the_learners_training_but_not_the_run(tmp_path: Path, draws: Draws) -> None:
     faults = Faults().fill_disk(learner=3, at_step=40)
     run = train(SLEEPY, tmp_path / "run", on_status=faults)
