@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -149,29 +150,42 @@ def is_wrong(scratch: Path, quiet: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    ("study", "asked", "words"),
+    [
+        ("table1", {"epochs": 0.0}, "--epochs 0: use a positive number"),
+        ("table1", {"epochs": math.nan}, "--epochs nan"),
+        ("table1", {"noise": (math.inf,)}, "--noise inf"),
+        ("table1", {"noise": (1.0, -1.0)}, "--noise -1"),
+        ("table1", {"seeds": (-1,)}, "--seed -1"),
+        ("table1", {"momentum": 1.5}, "momentum = 1.5"),
+        ("table1", {"device": "gpu"}, "gpu"),
+        ("table1", {"models": ("lstm",)}, "--model lstm is unknown to table1; use one of: shufflenet"),
+        ("speech", {"models": ("resnet18",)}, "--model resnet18 is unknown to speech; use one of: lstm, lstm_small"),
+        ("table1", {"algorithms": ("fast",)}, "--algorithm fast is unknown"),
+        ("theory", {"models": ("resnet18",)}, "theory has no --model"),
+        ("privacy", {"private": True}, "privacy has no --private"),
+        ("sizes", {"epochs": 3.0}, "sizes has no --epochs"),
+        ("sizes", {"models": ("cnn",)}, "--model cnn is unknown to sizes"),
+        ("table7", {}, "table7"),
+    ],
+)
+def test_what_a_study_has_no_place_for_is_refused_before_anything_is_measured(
+    study: str, asked: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        command.reproduce(study, Choice(**{"quick": True, "device": "cpu"} | asked), out=tmp_path / "r", quiet=True)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("table1 --epochs 0", "--epochs 0: use a positive number"),
-        ("table1 --epochs nan", "--epochs nan"),
-        ("table1 --noise inf", "--noise inf"),
-        ("table1 --noise -1", "--noise -1"),
-        ("table1 --seed -1", "--seed -1"),
-        ("table1 --momentum 1.5", "momentum = 1.5"),
-        ("table1 --device gpu", "gpu"),
-        ("table1 --model lstm", "--model lstm is unknown to table1; use one of: shufflenet"),
-        ("speech --model resnet18", "--model resnet18 is unknown to speech; use one of: lstm, lstm_small"),
-        ("table1 --algorithm fast", "--algorithm fast is unknown"),
-        ("theory --model resnet18", "theory has no --model"),
-        ("privacy --private", "privacy has no --private"),
-        ("sizes --epochs 3", "sizes has no --epochs"),
-        ("sizes --model cnn", "--model cnn is unknown to sizes"),
         ("sizes --jobs 2", "--jobs 2 would spoil times"),
         ("theory --write-docs", "--write-docs is for the results in"),
     ],
 )
-def test_what_a_study_has_no_place_for_is_refused_before_anything_is_measured(
-    arguments: str, words: str, tmp_path: Path
-) -> None:
+def test_a_refusal_on_the_command_line_is_one_line(arguments: str, words: str, tmp_path: Path) -> None:
     asked = adp2sgd("reproduce", *arguments.split(), "--quick", "--out", "r", cwd=tmp_path)
     assert asked.returncode == 2
     assert words in asked.stderr
