@@ -44,27 +44,26 @@ def _files(records: Sequence[Record]) -> str:
     return ", ".join(f"`{record['study']}/{record['name']}.json`" for record in records)
 
 
-def _speech(name: str, options: str, model: str, choose: judges.Choose) -> list[Claim]:
+def _speech(name: str, options: str, choose: judges.Choose, *, published: bool = False, needed: int = 4) -> list[Claim]:
     """The speech study's claims, for one form of the LSTM. The paper's losses are of data that are not public."""
     gaps, losses = "+0.019, +0.010, −0.020, +0.020", "SYNC 1.566, 1.617, 1.752, 1.990; async 1.585, 1.627, 1.732, 2.010"
     command = f"adp2sgd reproduce speech{options}"
     return [
         Claim(
             text=f"Speech, {name}: the asynchronous algorithm is as good as SYNC (held-out loss; 0.05 more allowed)",
-            paper=f"{gaps} at σ = 0, 0.08, 0.16, 0.32" if model else "–",
-            study="speech", command=command, judge=partial(judges.comparable_loss, choose),
+            paper=f"{gaps} at σ = 0, 0.08, 0.16, 0.32" if published else "–",
+            study="speech", command=command, judge=partial(judges.comparable_loss, choose, needed),
         ),
         Claim(
-            text=f"Speech, {name}: the loss grows with the noise", paper=losses if model else "–",
-            study="speech", command=command, judge=partial(judges.rises, choose),
+            text=f"Speech, {name}: the loss grows with the noise", paper=losses if published else "–",
+            study="speech", command=command, judge=partial(judges.rises, choose, needed),
         ),
     ]  # fmt: skip
 
 
-def _slow(study: str, text: str, factor: float) -> list[Claim]:
+def _slow(study: str, case: str, what: str, factor: float) -> list[Claim]:
     """Case I or II for ResNet-18 and the LSTMs as published, and in the small form."""
     published, command = f"×{factor:g} and about ×1", f"adp2sgd reproduce {study}"
-    case, what = text.split(": ", 1)
     judged: dict[str, tuple[str, judges.Choose]] = {
         f"{case}: {what} (ResNet-18, 16 learners)": (command, partial(judges.full, model="resnet18")),
         f"{case} for the LSTM, 16 learners": (f"{command} --model lstm", partial(judges.full, model="lstm")),
@@ -119,11 +118,11 @@ CLAIMS = [
         text="Asynchronous as accurate as SYNC in the small form (digits, 4 learners; 3 points allowed)",
         paper="–", study="table1", command="adp2sgd reproduce table1 --quick", judge=judges.comparable_small,
     ),
-    *_speech("LSTM", "", "lstm", partial(judges.full, model="lstm")),
-    *_speech("small LSTM, 4 learners", " --model lstm_small", "", partial(judges.full, model="lstm_small")),
-    *_speech("small form (digits, 4 learners)", " --quick", "", judges.small),
-    *_slow("case1", "Case I: a random learner 2× slower slows SYNC by 2, and hardly the asynchronous algorithm", 2.0),
-    *_slow("case2", "Case II: one learner 10× slower slows SYNC by 10; the asynchronous algorithm rebalances", 10.0),
+    *_speech("LSTM", "", partial(judges.full, model="lstm"), published=True),
+    *_speech("small LSTM, 4 learners", " --model lstm_small", partial(judges.full, model="lstm_small")),
+    *_speech("small form (digits, 4 learners)", " --quick", judges.small, needed=2),
+    *_slow("case1", "Case I", "a random learner 2× slower slows SYNC by 2, and hardly the asynchronous algorithm", 2.0),
+    *_slow("case2", "Case II", "one learner 10× slower slows SYNC by 10; the asynchronous algorithm rebalances", 10.0),
     Claim(
         text="Case II with 16 real learner processes, each step padded to one nominal time",
         paper="×10 and about ×1", study="case2", command="adp2sgd reproduce case2 --processes",
@@ -140,20 +139,18 @@ CLAIMS = [
         study="case3", command="adp2sgd reproduce case3 --model efficientnet_b0",
         judge=partial(judges.collapse, partial(judges.full, model="efficientnet_b0")),
     ),
-    Claim(
-        text="Case III for the LSTM", paper="SYNC collapses, asynchronous converges",
-        study="case3", command="adp2sgd reproduce case3 --model lstm",
-        judge=partial(judges.collapse, partial(judges.full, model="lstm")),
-    ),
-    Claim(
-        text="Case III for a small LSTM on the public speech set, 4 learners", paper="–",
-        study="case3", command="adp2sgd reproduce case3 --model lstm_small",
-        judge=partial(judges.collapse, partial(judges.full, model="lstm_small")),
-    ),
-    Claim(
-        text="Case III in the small form (digits, 4 learners)", paper="–",
-        study="case3", command="adp2sgd reproduce case3 --quick",
-        judge=partial(judges.collapse, partial(judges.small, model="cnn")),
+    *(
+        Claim(
+            text=f"Case III {form}", paper=published, study="case3", command=f"adp2sgd reproduce case3 {options}",
+            judge=partial(judges.collapse, choose),
+        )
+        for form, published, options, choose in (
+            ("for the LSTM", "SYNC collapses, asynchronous converges", "--model lstm",
+             partial(judges.full, model="lstm")),
+            ("for a small LSTM on the public speech set, 4 learners", "–", "--model lstm_small",
+             partial(judges.full, model="lstm_small")),
+            ("in the small form (digits, 4 learners)", "–", "--quick", partial(judges.small, model="cnn")),
+        )
     ),
     Claim(
         text="Model sizes", paper="ten models, 4.82 to 164.62 MiB", study="sizes",

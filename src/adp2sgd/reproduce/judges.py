@@ -12,9 +12,7 @@ from adp2sgd.reproduce.tables import least_slow_down, pairs_of, quality, race, s
 
 HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold"
 FULL_EPOCHS = 300.0
-NEEDED = 2  # noise levels of the LSTM, at least: the small form has no more
 NOISY = paper.NOISE["cifar10"][1:]
-NAMES = tuple(zip(paper.ALGORITHMS, ("SYNC", "async"), strict=True))
 Choose = Callable[[Sequence[Record]], list[Record]]
 """Which of a study's records a claim is about."""
 
@@ -26,6 +24,10 @@ class Finding:
     ours: str
     verdict: str
     files: Sequence[Record] = ()
+
+
+def _verdict(right: Sequence[bool]) -> str:
+    return HOLDS if all(right) else PARTLY if any(right) else FAILS
 
 
 def full(records: Sequence[Record], model: str | None = None) -> list[Record]:
@@ -86,10 +88,9 @@ def level(algorithm: str, records: Sequence[Record]) -> Finding | None:
     row = {sigma: found for sigma, found in _row(records, algorithm).items() if sigma in NOISY}
     if len(row) < len(NOISY):
         return None
-    short = [_published(sigma, algorithm) - _mean(found) for sigma, found in row.items()]
-    verdict = HOLDS if max(short) <= 1.5 else PARTLY if min(short) <= 1.5 else FAILS
+    near = [_published(sigma, algorithm) - _mean(found) <= 1.5 for sigma, found in row.items()]
     text = ", ".join(f"{_mean(found):.2f} at σ = {sigma:g}" for sigma, found in row.items())
-    return Finding(text, verdict, [record for found in row.values() for record in found])
+    return Finding(text, _verdict(near), [record for found in row.values() for record in found])
 
 
 def noise_free(records: Sequence[Record]) -> Finding | None:
@@ -98,7 +99,7 @@ def noise_free(records: Sequence[Record]) -> Finding | None:
     if not all(found):
         return None
     near = [_published(0.0, a) - _mean(each) <= 1.5 for a, each in zip(paper.ALGORITHMS, found, strict=True)]
-    verdict = HOLDS if all(near) else PARTLY if any(near) else FAILS
+    verdict = _verdict(near)
     text = f"SYNC {_mean(found[0]):.2f}, async {_mean(found[1]):.2f}"
     return Finding(text, verdict, [record for each in found for record in each])
 
@@ -106,7 +107,7 @@ def noise_free(records: Sequence[Record]) -> Finding | None:
 def noise_cost(records: Sequence[Record]) -> Finding | None:
     """What noise costs: each loss is within 1.5 points of the paper's."""
     texts, near, files = [], [], []
-    for algorithm, name in NAMES:
+    for algorithm, name in paper.NAMES.items():
         row = _row(records, algorithm)
         if not {0.0, *NOISY} <= set(row):
             return None
@@ -116,7 +117,7 @@ def noise_cost(records: Sequence[Record]) -> Finding | None:
         near += [abs(a - b) <= 1.5 for a, b in zip(lost, claimed, strict=True)]
         texts.append(f"{name} {', '.join(signed(each) for each in lost)}")
         files += [record for sigma in (0.0, *NOISY) for record in row[sigma]]
-    verdict = HOLDS if all(near) else PARTLY if any(near) else FAILS
+    verdict = _verdict(near)
     return Finding("; ".join(texts) + " points at σ = 1, 2, 4", verdict, files)
 
 
@@ -146,10 +147,10 @@ def comparable_others(records: Sequence[Record]) -> Finding | None:
             files += list(pair.values())
     if len({(key.model, key.noise) for key in gaps}) < 4 * (len(paper.CNNS) - 1):
         return None
-    within = sum(abs(gap) <= 3 for gap in gaps.values())
+    within = [abs(gap) <= 3 for gap in gaps.values()]
     far = max(gaps, key=lambda key: abs(gaps[key]))
-    text = f"{within} of {len(gaps)} pairs; the farthest {signed(gaps[far])} ({far.title}, σ = {far.noise:g})"
-    return Finding(text, HOLDS if within == len(gaps) else PARTLY if within else FAILS, files)
+    text = f"{sum(within)} of {len(gaps)} pairs; the farthest {signed(gaps[far])} ({far.title}, σ = {far.noise:g})"
+    return Finding(text, _verdict(within), files)
 
 
 def collapse_of_senet(records: Sequence[Record]) -> Finding | None:
@@ -158,26 +159,26 @@ def collapse_of_senet(records: Sequence[Record]) -> Finding | None:
         if key.noise == NOISY[-1] and len(pair) == 2:
             right = [(quality(pair["sync"]) or 0) < 15, (quality(pair["adpsgd"]) or 0) > 50]
             text = f"SYNC {shown(pair['sync'])}, async {shown(pair['adpsgd'])} after {key.epochs:g} epochs"
-            return Finding(text, HOLDS if all(right) else PARTLY if any(right) else FAILS, list(pair.values()))
+            return Finding(text, _verdict(right), list(pair.values()))
     return None
 
 
-def comparable_loss(choose: Choose, records: Sequence[Record]) -> Finding | None:
-    return _compared(_gaps(choose(records)), 0.05, NEEDED, loss=True)
+def comparable_loss(choose: Choose, needed: int, records: Sequence[Record]) -> Finding | None:
+    return _compared(_gaps(choose(records)), 0.05, needed, loss=True)
 
 
-def rises(choose: Choose, records: Sequence[Record]) -> Finding | None:
-    """The held-out loss grows with the noise."""
+def rises(choose: Choose, needed: int, records: Sequence[Record]) -> Finding | None:
+    """The held-out loss grows with the noise, over at least `needed` levels of it."""
     texts, steady, files = [], [], []
-    for algorithm, name in NAMES:
+    for algorithm, name in paper.NAMES.items():
         found = {k.noise: pair[algorithm] for k, pair in pairs_of(choose(records)).items() if algorithm in pair}
         values = [quality(found[noise]) or math.inf for noise in sorted(found)]
-        if len(values) < NEEDED:
+        if len(values) < needed:
             return None
         steady.append(values == sorted(values))
         texts.append(f"{name} {', '.join(f'{value:.3f}' for value in values)}")
         files += [found[noise] for noise in sorted(found)]
-    verdict = HOLDS if all(steady) else PARTLY if any(steady) else FAILS
+    verdict = _verdict(steady)
     return Finding("; ".join(texts), verdict, files)
 
 
@@ -186,7 +187,7 @@ def _compared(gaps: dict[float, Gap], allowed: float, needed: int, *, loss: bool
     if len(gaps) < needed:
         return None
     within = [(gap.mean if loss else abs(gap.mean)) <= allowed for gap in gaps.values()]
-    verdict = HOLDS if all(within) else PARTLY if any(within) else FAILS
+    verdict = _verdict(within)
     parts, digits = [], 3 if loss else 2
     for noise, gap in gaps.items():
         seeds = f" (mean of {len(gap.values)} seeds)" if len(gap.values) > 1 else ""
@@ -213,7 +214,7 @@ def slow_down(choose: Choose, factor: float, records: Sequence[Record], engine: 
         won = race(pair)
         if won is not None and engine:
             right[0] = won.speed_up >= 0.85 * won.ideal
-        verdict = HOLDS if all(right) else PARTLY if any(right) else FAILS
+        verdict = _verdict(right)
         if won is not None:
             text += f"; to {won.quality} {won.speed_up:.2f} times as fast as SYNC ({won.speed_up / won.ideal:.0%} of "
             text += f"the ideal {won.ideal:.2f})"
@@ -228,9 +229,10 @@ def collapse(choose: Choose, records: Sequence[Record]) -> Finding | None:
         usual = pairs.get(key._replace(variant="usual"), {})
         if key.variant == "doubled" and len(pair) == len(usual) == 2:
             right = [not _learns(pair["sync"], usual["sync"]), _learns(pair["adpsgd"], usual["adpsgd"])]
-            verdict = HOLDS if all(right) else PARTLY if any(right) else FAILS
-            text = ", ".join(f"{name} {shown(pair[a])} ({shown(usual[a])} with the usual ones)" for a, name in NAMES)
-            return Finding(text, verdict, [*pair.values(), *usual.values()])
+            words = [
+                f"{name} {shown(pair[a])} ({shown(usual[a])} with the usual ones)" for a, name in paper.NAMES.items()
+            ]
+            return Finding(", ".join(words), _verdict(right), [*pair.values(), *usual.values()])
     return None
 
 

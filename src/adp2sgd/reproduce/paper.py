@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ALGORITHMS = ("sync", "adpsgd")
+NAMES = {"sync": "SYNC", "adpsgd": "async"}
+ALGORITHMS = tuple(NAMES)
 NOISE = {"cifar10": (0.0, 1.0, 2.0, 4.0), "speech": (0.0, 0.08, 0.16, 0.32)}  # none, small, medium, large
 EPOCHS = {"cifar10": 300.0, "speech": 20.0}
 SAMPLES = {"cifar10": 50_000, "speech": 4_200_000}

@@ -13,7 +13,6 @@ from adp2sgd.reproduce.claims import claims_table
 from adp2sgd.reproduce.studies import STUDIES, Study
 from adp2sgd.reproduce.tables import Table
 
-NAMES = {"sync": "SYNC", "adpsgd": "async"}
 FEW = 20  # evaluations: each is then marked
 BEGIN, END = "<!-- reproduce {} -->", "<!-- end -->"
 
@@ -97,7 +96,7 @@ def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
         kind, noise = paper.noise_of(cell)
         what = " ".join(filter(None, (f"{paper.LETTERS[kind]} = {noise:g}", cell["variant"])))
         colour = colours.setdefault(what, f"C{len(colours)}")
-        label = f"{NAMES[cell['algorithm']]}, {what}{' (diverged)' if record.get('diverged') else ''}"
+        label = f"{paper.NAMES[cell['algorithm']]}, {what}{' (diverged)' if record.get('diverged') else ''}"
         style = "-" if cell["algorithm"] == "adpsgd" else "--"
         marker = "." if len(values) < FEW else ""
         axes.plot(curve[study.x], values, style, label=label, color=colour, marker=marker, linewidth=1.3)

@@ -139,7 +139,7 @@ def private_recipe(algorithm: str, seed: int, choice: Choice) -> Cell:
         checkpoint_every=epochs / 4,
     )
     identity = _identity(settings, paper.RECIPE, {"epsilon": base.privacy.epsilon}, choice)
-    return Cell(study="table1", identity=identity, measure=partial(_measure, settings, False))
+    return Cell(study="table1", identity=identity, measure=partial(_measure, settings, choice.processes))
 
 
 def _identity(settings: Config, model: str, noise: dict[str, Any], choice: Choice, variant: str = "") -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _identity(settings: Config, model: str, noise: dict[str, Any], choice: Choic
 
 
 def _optimizer(base: Config, epochs: float, choice: Choice) -> Optimizer:
-    return stretched(base.optimizer, epochs / base.epochs).replace(momentum=choice.momentum)
+    return stretched(base.optimizer, epochs / base.epochs).replace(momentum=choice.momentum or base.optimizer.momentum)
 
 
 def _checkpoint_every(base: Config, epochs: float) -> float:
