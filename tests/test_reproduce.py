@@ -205,6 +205,11 @@ def test_an_unusable_folder_or_cell_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "r" / ".running").exists()
 
 
+def test_a_negative_seed_is_refused_by_every_command() -> None:
+    with pytest.raises(ConfigError, match="seed = -1"):
+        config.Config(seed=-1)
+
+
 def test_two_processes_never_measure_the_same_cell(tmp_path: Path) -> None:
     def again(scratch: Path, quiet: bool) -> dict[str, Any]:
         with pytest.raises(RunError, match="another process"):
