@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from adp2sgd import models
 from adp2sgd.config import Config, Privacy
 from adp2sgd.data.records import Records
 from adp2sgd.engine import setup
@@ -61,6 +62,18 @@ def test_parameters_are_views_into_one_vector() -> None:
         "head.weight",
         "head.bias",
     }
+
+
+def test_tensors_of_an_odd_size_misalign_no_other() -> None:
+    for name in ("efficientnet_b0", "shufflenet"):
+        module = models.build(name)
+        before = {key: value.clone() for key, value in module.state_dict().items()}
+        model = FlatModel(module)
+        even = [piece for piece in model.slices + model.buffer_slices if piece.shape.numel() % 4 == 0]
+        assert even
+        assert all(piece.start % 4 == 0 for piece in even)
+        assert sum(piece.shape.numel() for piece in model.slices) == len(model.weights)
+        assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
 
 
 def test_mixed_dtypes_are_refused() -> None:

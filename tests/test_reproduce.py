@@ -286,6 +286,24 @@ def test_momentum_is_for_those_who_ask_and_no_claim_of_the_paper_is_judged_by_it
     assert len(render.figures(STUDIES["table1"], records, tmp_path / "pictures")) == 2
 
 
+def test_momentum_is_judged_beside_the_same_noise_without_it() -> None:
+    plain = resnet_row([90.3, 90.1, 89.8, 87.4], [91.7, 91.0, 89.9, 85.6])
+    fast = [{**record, "cell": record["cell"] | {"momentum": 0.9}} for record in plain]
+    fast[1] |= {"accuracy": 0.911}
+    judge = partial(judges.level_with_momentum, 0.9)
+    assert judge(plain) is None
+    assert judge(fast) is None
+    found = judge([*plain, fast[1]])
+    assert found is not None
+    assert (found.ours, found.verdict) == ("91.10 at σ = 1 (90.10 without momentum)", judges.HOLDS)
+    assert list(found.files) == [fast[1], plain[1]]
+    fast[1] |= {"accuracy": 0.9}
+    assert (judge([*plain, *fast]) or found).verdict == judges.PARTLY
+    level = judges.level("sync", [*plain, fast[1]])
+    assert level is not None
+    assert level.ours.startswith("90.10 at σ = 1,")
+
+
 def resnet_row(sync: list[float], asynchronous: list[float]) -> list[dict[str, Any]]:
     rows = []
     for algorithm, accuracies in zip(paper.ALGORITHMS, (sync, asynchronous), strict=True):
@@ -397,6 +415,8 @@ def test_the_race_to_a_quality_by_hand() -> None:
     judged = judges.slow_down(judges.full, 10.0, records, "processes")
     assert judged is not None
     assert judged.ours.endswith("to 76.0% accuracy 15.00 times as fast as SYNC (159% of the ideal 9.44)")
+    short = [{**r, "cell": r["cell"] | {"epochs": 8.0}, "real_seconds": 1.0} for r in records]
+    assert judges.slow_down(judges.full, 10.0, [*short, *records], "processes") == judged  # the longest run tells
     assert tables.time_to(records[3], 65.0) == 10.0  # there at its first evaluation
     once = [{**record, "curve": {key: [values[-1]] for key, values in record["curve"].items()}} for record in records]
     assert len(tables.slow_table(once)) == 1

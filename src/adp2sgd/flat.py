@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from adp2sgd.errors import ConfigError
 
+ALIGNED = 16  # bytes; a GPU's kernels read that much at once, and some fail where a tensor starts elsewhere
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -53,8 +55,9 @@ class FlatModel:
 def _pack(
     tensors: dict[str, Tensor], device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, tuple[Slice, ...]]:
+    """The tensors one after the other; those of an odd size last, so that all others are aligned."""
     slices, start = [], 0
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].nbytes % ALIGNED != 0):
         slices.append(Slice(name, start, start + tensor.numel(), tensor.shape))
         start += tensor.numel()
     dtypes = {tensor.dtype for tensor in tensors.values()} or {dtype}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint
-from adp2sgd.engine.evaluate import average, consensus, evaluate
+from adp2sgd.engine.evaluate import Metrics, average, consensus, evaluate
 from adp2sgd.engine.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.engine.setup import Setup, finish, make_learner, prepare
@@ -206,7 +206,7 @@ class Simulation:
         self._look()
         if not self.curve or self.curve[-1].global_steps != self.global_steps:
             self._evaluate()
-        learners = tuple(self._learner_result(member) for member in self.members)
+        learners = self._learner_results()
         self._save_learners()
         run = finish(
             self.setup,
@@ -221,9 +221,17 @@ class Simulation:
         (self.folder.path / checkpoint.NAME).unlink(missing_ok=True)
         return run
 
-    def _learner_result(self, member: Member) -> LearnerResult:
+    def _learner_results(self) -> tuple[LearnerResult, ...]:
+        """Equal models, as after SYNC's all-reduce, are evaluated once."""
+        found: list[LearnerResult] = []
+        for before, member in zip((None, *self.members), self.members, strict=False):
+            if before is None or not torch.equal(before.learner.state, member.learner.state):
+                metrics = evaluate(self.setup.model, self.setup.task, member.learner.state)
+            found.append(self._learner_result(member, metrics))
+        return tuple(found)
+
+    def _learner_result(self, member: Member, metrics: Metrics) -> LearnerResult:
         learner, tally = member.learner, member.exchange.tally
-        metrics = evaluate(self.setup.model, self.setup.task, learner.state)
         return LearnerResult(
             learner=learner.number,
             steps=learner.steps,

@@ -39,9 +39,9 @@ def small(records: Sequence[Record], model: str | None = None) -> list[Record]:
     return _as_published(records, "quick", model)
 
 
-def _as_published(records: Sequence[Record], form: str, model: str | None) -> list[Record]:
-    unlike = {"z", "epsilon", "momentum"}
-    chosen = [r for r in records if r["cell"].get("form", "") == form and not unlike & set(r["cell"])]
+def _as_published(records: Sequence[Record], form: str, model: str | None, momentum: float = 0.0) -> list[Record]:
+    chosen = [r for r in records if r["cell"].get("form", "") == form and not {"z", "epsilon"} & set(r["cell"])]
+    chosen = [r for r in chosen if r["cell"].get("momentum", 0.0) == momentum]
     return [r for r in chosen if model in (None, r["cell"].get("model"))]
 
 
@@ -69,10 +69,10 @@ def _gaps(records: Sequence[Record]) -> dict[float, Gap]:
     return found
 
 
-def _row(records: Sequence[Record], algorithm: str) -> dict[float, list[Record]]:
+def _row(records: Sequence[Record], algorithm: str, momentum: float = 0.0) -> dict[float, list[Record]]:
     """ResNet-18 at 300 epochs: its records by noise, one for each seed."""
     found: dict[float, list[Record]] = {}
-    for record in full(records, "resnet18"):
+    for record in _as_published(records, "", "resnet18", momentum):
         if (record["cell"]["algorithm"], record["cell"]["epochs"]) == (algorithm, FULL_EPOCHS):
             found.setdefault(record["cell"]["sigma"], []).append(record)
     return dict(sorted(found.items()))
@@ -91,6 +91,17 @@ def level(algorithm: str, records: Sequence[Record]) -> Finding | None:
     near = [_published(sigma, algorithm) - _mean(found) <= 1.5 for sigma, found in row.items()]
     text = ", ".join(f"{_mean(found):.2f} at σ = {sigma:g}" for sigma, found in row.items())
     return Finding(text, _verdict(near), [record for found in row.values() for record in found])
+
+
+def level_with_momentum(momentum: float, records: Sequence[Record]) -> Finding | None:
+    """SYNC as in `level`, at every noise that was also trained with momentum; beside it without."""
+    plain, fast = _row(records, "sync"), _row(records, "sync", momentum)
+    both = [sigma for sigma in NOISY if sigma in plain and sigma in fast]
+    if not both:
+        return None
+    near = [_published(sigma, "sync") - _mean(fast[sigma]) <= 1.5 for sigma in both]
+    texts = [f"{_mean(fast[s]):.2f} at σ = {s:g} ({_mean(plain[s]):.2f} without momentum)" for s in both]
+    return Finding(", ".join(texts), _verdict(near), [r for s in both for r in (*fast[s], *plain[s])])
 
 
 def noise_free(records: Sequence[Record]) -> Finding | None:
@@ -203,7 +214,7 @@ def slow_down(choose: Choose, factor: float, records: Sequence[Record], engine: 
     least 85 % of the ideal speed-up.
     """
     pairs = pairs_of(r for r in choose(records) if r["cell"]["engine"] == engine)
-    for key, pair in pairs.items():
+    for key, pair in sorted(pairs.items(), key=lambda item: -item[0].epochs):  # the longest run tells most
         even = pairs.get(key._replace(variant="even"), {})
         if key.variant != "slow" or len(pair) < 2 or len(even) < 2:
             continue

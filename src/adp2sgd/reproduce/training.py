@@ -170,7 +170,7 @@ def _nominal(choice: Choice) -> float:
     """Seconds of a normal step: long enough that sixteen real learners can share one GPU without slowing each other."""
     if not choice.processes:
         return 1.0
-    return 0.1 if choice.quick else 0.2
+    return 0.1 if choice.quick else 0.125
 
 
 def _noise(sigma: float) -> Privacy:
