@@ -29,7 +29,7 @@ from adp2sgd.task import Task, digits
 
 JITTER = Speeds(kind="log-normal", spread=0.1)  # equal learners; without it they would step in a fixed order
 QUICK_MODELS = {"cifar10": "cnn", "speech": "lstm"}
-POINTS = 30  # evaluations in a run
+POINTS = 20  # evaluations in a run
 
 
 def experiments() -> Path:
@@ -113,7 +113,7 @@ def cell(
         seed=seed,
         epochs=epochs,
         optimizer=_optimizer(base, epochs, choice),
-        evaluate_every=epochs / (POINTS // 2 if choice.processes else POINTS),
+        evaluate_every=epochs / POINTS,
         checkpoint_every=_checkpoint_every(base, epochs),
         speeds=speeds.replace(pad=choice.processes, step_s=_nominal(choice)),
     )
@@ -135,7 +135,7 @@ def private_recipe(algorithm: str, seed: int, choice: Choice) -> Cell:
         epochs=epochs,
         precision=precision_on(pick_device(choice.device)),
         optimizer=_optimizer(base, epochs, choice),
-        evaluate_every=epochs / 20,
+        evaluate_every=epochs / POINTS,
         checkpoint_every=epochs / 4,
     )
     identity = _identity(settings, paper.RECIPE, {"epsilon": base.privacy.epsilon}, choice)
