@@ -12,7 +12,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
+from adp2sgd.device import laid_out
 from adp2sgd.errors import ConfigError
+from adp2sgd.flat import FlatModel
 from adp2sgd.models import MODELS, build, catalogue, describe, group_count, multiply_adds, norm_layer, without_batchnorm
 from adp2sgd.models.lstm import BidirectionalLSTM
 from adp2sgd.models.shufflenet import SplitBlock
@@ -131,6 +133,21 @@ def test_the_full_lstm_runs_forward_and_backward() -> None:
 def test_other_classes_channels_and_image_sizes(name: str) -> None:
     module = build(name, classes=7, channels=1, norm="group")
     assert module(torch.randn(2, 1, 28, 28)).shape == (2, 7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", IMAGE_NETS)
+def test_every_model_runs_as_one_vector_on_a_gpu(name: str) -> None:
+    """EfficientNet-B0 once stopped the GPU: a bias of one number misaligned all weights after it."""
+    torch.backends.cudnn.benchmark = True
+    model = FlatModel(build(name), "cuda")
+    images = laid_out(torch.randn(100, 3, 32, 32, device="cuda"))
+    with torch.no_grad():
+        assert bool(model.module.eval()(images).isfinite().all())
+    model.module.train()(images).square().sum().backward()
+    torch.cuda.synchronize()
+    assert bool(model.grad.isfinite().all())
 
 
 @pytest.mark.parametrize(("size", "channels", "count"), [(8, 1, 10_026), (28, 1, 54_890), (32, 3, 64_778)])
