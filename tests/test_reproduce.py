@@ -286,24 +286,6 @@ def test_momentum_is_for_those_who_ask_and_no_claim_of_the_paper_is_judged_by_it
     assert len(render.figures(STUDIES["table1"], records, tmp_path / "pictures")) == 2
 
 
-def test_momentum_is_judged_beside_the_same_noise_without_it() -> None:
-    plain = resnet_row([90.3, 90.1, 89.8, 87.4], [91.7, 91.0, 89.9, 85.6])
-    fast = [{**record, "cell": record["cell"] | {"momentum": 0.9}} for record in plain]
-    fast[1] |= {"accuracy": 0.911}
-    judge = partial(judges.level_with_momentum, 0.9)
-    assert judge(plain) is None
-    assert judge(fast) is None
-    found = judge([*plain, fast[1]])
-    assert found is not None
-    assert (found.ours, found.verdict) == ("91.10 at σ = 1 (90.10 without momentum)", judges.HOLDS)
-    assert list(found.files) == [fast[1], plain[1]]
-    fast[1] |= {"accuracy": 0.9}
-    assert (judge([*plain, *fast]) or found).verdict == judges.PARTLY
-    level = judges.level("sync", [*plain, fast[1]])
-    assert level is not None
-    assert level.ours.startswith("90.10 at σ = 1,")
-
-
 def resnet_row(sync: list[float], asynchronous: list[float]) -> list[dict[str, Any]]:
     rows = []
     for algorithm, accuracies in zip(paper.ALGORITHMS, (sync, asynchronous), strict=True):
@@ -315,16 +297,17 @@ def resnet_row(sync: list[float], asynchronous: list[float]) -> list[dict[str, A
 
 
 def test_the_row_of_resnet_is_judged_by_the_papers_figures() -> None:
-    sync_level = partial(judges.level, "sync")
+    sync_level = partial(judges.level, [("sync", sigma) for sigma in judges.NOISY])
+    noise_free = partial(judges.level, [("sync", 0.0), ("adpsgd", 0.0)])
     published = list(zip(*paper.MODELS["resnet18"].results, strict=True))
     same = resnet_row(list(published[0]), list(published[1]))
-    for judge in (sync_level, judges.noise_free, judges.noise_cost):
+    for judge in (sync_level, noise_free, judges.noise_cost):
         found = judge(same)
         assert found is not None
         assert found.verdict == "holds", judge
         assert judge(same[1:4]) is None or judge is sync_level
     ours = resnet_row([90.31, 90.11, 89.77, 87.36], [91.69, 91.02, 89.86, 85.59])
-    verdicts = [(judge(ours) or judges.Finding("", "")).verdict for judge in (sync_level, judges.noise_free)]
+    verdicts = [(judge(ours) or judges.Finding("", "")).verdict for judge in (sync_level, noise_free)]
     assert verdicts == ["holds in part", "does not hold"]
     cost = judges.noise_cost(ours)
     assert cost is not None
@@ -336,19 +319,88 @@ def test_the_row_of_resnet_is_judged_by_the_papers_figures() -> None:
     seeds = [*ours, {**ours[1], "cell": {**ours[1]["cell"], "seed": 1}, "accuracy": 0.9125}]
     level = sync_level(seeds)
     assert level is not None
-    assert (level.ours.split(",")[0], level.verdict) == ("90.68 at σ = 1", "holds")  # the mean of two seeds
+    assert (level.ours.split(",")[0], level.verdict) == ("SYNC 90.68 at σ = 1", "holds")  # the mean of two seeds
+    fast = {**ours[1], "cell": {**ours[1]["cell"], "momentum": 0.9}, "accuracy": 0.9106}
+    assert sync_level([*ours, fast]) == sync_level(ours)
+    with_momentum = judges.level([("sync", 1.0)], [*ours, fast], momentum=0.9)
+    assert with_momentum == judges.Finding("SYNC 91.06 at σ = 1", "holds", [fast])
+    assert judges.level([("sync", 1.0)], ours, momentum=0.9) is None
+
+
+def other(record: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The record of another cell: `changes` of its identity, and of `accuracy` and `diverged`."""
+    figures = {key: changes.pop(key) for key in ("accuracy", "loss", "diverged") if key in changes}
+    return {**record, "cell": record["cell"] | changes, **figures}
+
+
+def test_async_is_compared_with_sync_by_the_longest_runs() -> None:
+    whole = resnet_row([90.0, 90.0, 89.0, 87.0], [91.0, 91.0, 89.5, 85.5])
+    judge = partial(judges.comparable, judges.full, 3.0, 4)
+    found = judge(whole)
+    assert found is not None
+    assert found.ours == "async − SYNC +1.00 at σ = 0, +1.00 at σ = 1, +0.50 at σ = 2, −1.50 at σ = 4"
+    assert found.verdict == "holds"
+    assert judge(whole[:-1]) is None
+    short = [other(record, epochs=20.0, accuracy=0.1) for record in whole]
+    odd = [other(record, sigma=3.0, accuracy=0.1) for record in (whole[0], whole[4])]
+    real = [other(record, engine="processes", accuracy=0.1) for record in whole]
+    assert judge([*short, *odd, *real, *whole]) == found
+    seeds = [*whole, other(whole[3], seed=1, accuracy=0.85), other(whole[7], seed=1, accuracy=0.79)]
+    assert (judge(seeds) or found).ours.endswith("−3.75 at σ = 4 (mean of 2 seeds)")  # −1.5 and −6
+    assert (judge(seeds) or found).verdict == "holds in part"
+    fallen = [*whole[:7], other(whole[7], diverged="it did")]
+    assert (judge(fallen) or found).verdict == "holds in part"
+
+
+def test_a_loss_that_diverged_is_no_rise_and_no_match() -> None:
+    rows = [other(record, model="lstm", epochs=20.0, variant="") for record in resnet_row([1.0] * 4, [1.0] * 4)]
+    for record, sigma in zip(rows, paper.NOISE["speech"] * 2, strict=True):
+        record["cell"]["sigma"], record["loss"] = sigma, 1.5 + sigma
+    compare, rise = partial(judges.comparable, judges.full, 0.05, 4), partial(judges.rises, judges.full, 4)
+    assert [(judge(rows) or judges.Finding("", "")).verdict for judge in (compare, rise)] == ["holds", "holds"]
+    fallen = [*rows[:7], other(rows[7], diverged="it did")]
+    found = compare(fallen), rise(fallen)
+    assert [(each or judges.Finding("", "")).verdict for each in found] == ["holds in part", "holds in part"]
+    assert all(each is not None and "diverged" in each.ours for each in found)
+    nothing = [other(record, diverged="it did") for record in rows]
+    assert (rise(nothing) or judges.Finding("", "")).verdict == "does not hold"
+    longer = other(rows[5], epochs=40.0, loss=9.0)  # SYNC has no run of that length
+    assert rise([*rows, longer]) == rise(rows)
+
+
+def test_other_cnns_are_compared_where_sync_learned() -> None:
+    def pairs(model: str, epochs: float, sync: float, asynchronous: float) -> list[dict[str, Any]]:
+        row = resnet_row([sync] * 4, [asynchronous] * 4)
+        return [other(record, model=model, epochs=epochs) for record in row]
+
+    assert judges.comparable_others(pairs("vgg19", 60.0, 30.0, 31.0)) is None
+    assert judges.comparable_others(pairs("resnet18", 300.0, 90.0, 91.0)) is None
+    assert judges.comparable_others(pairs("vgg19", 10.0, 90.0, 91.0)) is None
+    records = [*pairs("vgg19", 60.0, 30.0, 31.0), *pairs("mobilenet", 60.0, 70.0, 71.0),
+               *pairs("senet18", 20.0, 70.0, 60.0), *pairs("mobilenet", 30.0, 70.0, 10.0)]  # fmt: skip
+    found = judges.comparable_others(records)
+    assert found is not None
+    assert found.ours.startswith("4 of 8 pairs; the farthest −10.00 (senet18, σ = 0); 4 more where SYNC stayed")
+    assert found.ours.endswith("; 20 not run yet")
+    assert (found.verdict, len(found.files)) == ("holds in part", 24)
+    senet = judges.collapse_of_senet([*records, *pairs("senet18", 300.0, 10.0, 80.0)])
+    assert senet == judges.Finding("SYNC 10.00, async 80.00 after 300 epochs", "holds", (senet or found).files)
 
 
 @pytest.mark.parametrize(
     ("sync", "asynchronous", "verdict"),
-    [(0.1, 0.8, "holds"), (None, 0.8, "holds"), (0.1, 0.1, "holds in part"), (0.8, 0.8, "holds in part"),
-     (0.8, None, "does not hold")],
+    [(0.1, 0.8, "holds"), (None, 0.8, "holds"), (0.1, 0.1, "holds in part"), (0.8, 0.8, "does not hold"),
+     (0.8, None, "does not hold"), (0.4, 0.6, "holds")],
 )  # fmt: skip
 def test_case_3_is_judged_by_who_learns(sync: float | None, asynchronous: float | None, verdict: str) -> None:
+    """The usual run goes from 0.2 to 0.9, so that 0.55 is half of the way."""
+
     def record(algorithm: str, variant: str, accuracy: float | None, model: str) -> dict[str, Any]:
-        made = slow_record(algorithm, variant, [1.0], [0.9 if accuracy is None else accuracy])
-        made["cell"]["model"], made["loss"] = model, 3 - 2 * made["accuracy"]
-        return made | {"diverged": "it did" if accuracy is None else None}
+        made = slow_record(algorithm, variant, [1.0, 2.0], [0.2, 0.9 if accuracy is None else accuracy])
+        made["curve"]["loss"] = [3 - 2 * value for value in made["curve"]["accuracy"]]
+        sigma = paper.NOISE[paper.family(model)][1]
+        made["cell"] |= {"model": model, "engine": "", "sigma": sigma}
+        return made | {"loss": made["curve"]["loss"][-1], "diverged": "it did" if accuracy is None else None}
 
     for model in ("efficientnet_b0", "lstm"):
         records = [
@@ -361,6 +413,8 @@ def test_case_3_is_judged_by_who_learns(sync: float | None, asynchronous: float 
         assert found is not None
         assert found.verdict == verdict
         assert judges.collapse(judges.full, records[1:]) is None
+        short = [other(each, epochs=1.0, accuracy=0.5) for each in records]
+        assert judges.collapse(judges.full, [*short, *records]) == found
 
 
 def test_a_stretched_schedule_keeps_its_course() -> None:
@@ -392,13 +446,14 @@ def test_predicted_consensus_by_hand() -> None:
 
 
 def slow_record(algorithm: str, variant: str, seconds: list[float], accuracy: list[float]) -> dict[str, Any]:
+    """ResNet-18 with 16 learners, 30 rounds of SYNC."""
     cell = {"form": "", "model": "resnet18", "algorithm": algorithm, "sigma": 2.0, "variant": variant}
     curve = {"seconds": seconds, "accuracy": accuracy, "loss": accuracy}
-    speeds = {"kind": "one-slow", "factor": 10.0}
+    speeds = {"kind": "one-slow", "factor": 10.0, "step_s": 1.0, "learner": 0}
     return {
         "study": "case2", "name": f"{algorithm}-{variant}", "cell": {**cell, "engine": "processes", "epochs": 300.0,
         "seed": 0}, "config": {"learners": 16, "speeds": speeds}, "curve": curve, "real_seconds": seconds[-1],
-        "accuracy": accuracy[-1],
+        "accuracy": accuracy[-1], "global_steps": 480, "steps": [3, *[32] * 14, 29],
     }  # fmt: skip
 
 
@@ -410,17 +465,48 @@ def test_the_race_to_a_quality_by_hand() -> None:
         slow_record("adpsgd", "even", [10.0, 20.0, 30.0], [0.4, 0.6, 0.8]),
         slow_record("adpsgd", "slow", [10.0, 20.0, 32.0], [0.7, 1.0, 0.9]),
     ]
-    _, races = tables.slow_table(records)
+    steps, races = tables.slow_table(records)
+    assert [row[5:] for row in steps.rows][1] == ["adpsgd", "30.0", "32.0", "1.067", "1.060", "80.00", "90.00", "3, 32"]
     assert list(races.rows[0][5:]) == ["76.0% accuracy", "180.0", "12.0", "15.00", "9.44", "159%"]
-    judged = judges.slow_down(judges.full, 10.0, records, "processes")
-    assert judged is not None
-    assert judged.ours.endswith("to 76.0% accuracy 15.00 times as fast as SYNC (159% of the ideal 9.44)")
-    short = [{**r, "cell": r["cell"] | {"epochs": 8.0}, "real_seconds": 1.0} for r in records]
-    assert judges.slow_down(judges.full, 10.0, [*short, *records], "processes") == judged  # the longest run tells
-    assert tables.time_to(records[3], 65.0) == 10.0  # there at its first evaluation
+    slow_down, race_won = partial(judges.slow_down, judges.full, 10.0), partial(judges.race_won, judges.full)
+    assert slow_down(records, engine="processes") == judges.Finding(
+        "SYNC ×10.00, a round 9.00 steps longer; async ×1.07 (perfect balancing ×1.06)", "holds",
+        [records[0], records[1], records[2], records[3]],
+    )  # fmt: skip
+    won = race_won(records, engine="processes")
+    assert won is not None
+    assert (won.ours, won.verdict) == ("to 76.0% accuracy 15.00 times as fast as SYNC, 159% of 9.44", "holds")
+    others = [other(r, epochs=8.0) | {"real_seconds": 1.0} for r in records]
+    others += [other(r, sigma=0.0) | {"real_seconds": 1.0} for r in records]
+    for judge in (slow_down, race_won):
+        assert judge([*others, *records], engine="processes") == judge(records, engine="processes")
+        assert judge(records[1:], engine="processes") is None
+    late = [*records[:3], records[3] | {"real_seconds": 40.0}]
+    assert (slow_down(late, engine="processes") or won).verdict == "holds in part"
     once = [{**record, "curve": {key: [values[-1]] for key, values in record["curve"].items()}} for record in records]
     assert len(tables.slow_table(once)) == 1
-    assert len(tables.slow_table([*records[:3], {**records[3], "diverged": "it did"}])) == 1
+
+
+def test_a_level_counts_when_it_is_kept() -> None:
+    run = slow_record("adpsgd", "slow", [10.0, 20.0, 30.0, 40.0], [0.7, 0.5, 0.9, 0.8])
+    assert tables.time_to(run, 65.0) == 20.0 + 10.0 * 0.15 / 0.4
+    assert tables.time_to(run, 45.0) == 10.0  # there from its first evaluation
+    assert tables.time_to(run, 85.0) == 20.0 + 10.0 * 0.35 / 0.4  # its end is below: the last time it got there
+
+
+def test_a_slow_run_that_diverged_is_shown_as_such() -> None:
+    records = [slow_record(a, v, [1.0, 2.0], [0.4, 0.6]) for a in paper.ALGORITHMS for v in ("even", "slow")]
+    for number in range(4):
+        fallen = records[number] | {"diverged": "it did", "real_seconds": None, "accuracy": None}
+        changed = [fallen if i == number else record for i, record in enumerate(records)]
+        steps = tables.slow_table(changed)[0]
+        assert "diverged" in [text for row in steps.rows for text in row]
+        found = judges.slow_down(judges.full, 10.0, changed, "processes")
+        assert found is not None
+        assert (found.ours, found.verdict) == ("a run diverged", "does not hold")
+        won = judges.race_won(judges.full, changed, "processes")
+        assert won is not None
+        assert (won.ours == "a run diverged") == (number in (1, 3))  # the undisturbed runs are not in the race
 
 
 @pytest.mark.processes

@@ -71,13 +71,16 @@ def figures(study: Study, records: Sequence[Record], folder: Path) -> list[Path]
     """One picture per form, model, engine, mode, momentum and epochs: quality against epochs or time."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records if study.x else ():
-        if record["curve"]["epoch"]:
-            cell = record["cell"]
-            mode = "" if "sigma" in cell else "private"
-            momentum = f"momentum{cell['momentum']:g}" if cell.get("momentum") else ""
-            key = (cell["form"], cell["model"], cell["engine"], mode, momentum, f"epochs{cell['epochs']:g}")
-            groups.setdefault(key, []).append(record)
-    return [_figure(study, group, folder / f"{'-'.join(filter(None, key))}.png") for key, group in groups.items()]
+        cell = record["cell"]
+        mode = "" if "sigma" in cell else "private"
+        momentum = f"momentum{cell['momentum']:g}" if cell.get("momentum") else ""
+        key = (cell["form"], cell["model"], cell["engine"], mode, momentum, f"epochs{cell['epochs']:g}")
+        groups.setdefault(key, []).append(record)
+    return [
+        _figure(study, group, folder / f"{'-'.join(filter(None, key))}.png")
+        for key, group in groups.items()
+        if any(record["curve"]["epoch"] for record in group)
+    ]
 
 
 def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:

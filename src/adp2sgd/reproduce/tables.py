@@ -135,15 +135,24 @@ def slow_table(records: Sequence[Record]) -> list[Table]:
         for algorithm, record in pair.items():
             if algorithm not in even:
                 continue
-            slow_down = seconds_of(record) / seconds_of(even[algorithm])
-            row = [*_start(key), algorithm]
-            row += [f"{seconds_of(even[algorithm]):.1f}", f"{seconds_of(record):.1f}", f"{slow_down:.3f}"]
-            row += [f"{least_slow_down(record):.3f}", shown(even[algorithm]), shown(record)]
+            times = [None if each.get("diverged") else seconds_of(each) for each in (even[algorithm], record)]
+            slow_down = None if None in times else times[1] / times[0]  # type: ignore[operator]
+            row = [*_start(key), algorithm, *(_text(each, 1) for each in times), _text(slow_down, 3)]
+            row += [f"{balanced(record):.3f}", shown(even[algorithm]), shown(record), _shares(record)]
             rows.append(row)
     columns = ["model", "learners", "σ", "epochs", "seed", "algorithm", "seconds, all equal", "seconds, one slow"]
-    columns += ["slow-down", "least possible", "quality, all equal", "quality, one slow"]
+    columns += ["slow-down", "perfect balancing", "quality, all equal", "quality, one slow", "steps: slow one, others"]
     steps = Table(title="A slow learner: time for the same number of steps", columns=columns, rows=rows)
-    return [steps, *_race_table(pairs)]
+    return [_without_empty(steps), *_race_table(pairs)] if rows else []
+
+
+def _shares(record: Record) -> str:
+    """The steps of the learner that is always slow, and the mean of the others'."""
+    speeds, steps = record["config"]["speeds"], list(record.get("steps", ()))
+    if speeds["kind"] != "one-slow" or not steps:
+        return "–"
+    slow = steps.pop(speeds["learner"])
+    return f"{slow}, {sum(steps) / len(steps):.0f}"
 
 
 def _start(key: Setting) -> list[str]:
@@ -157,7 +166,7 @@ def _race_table(pairs: dict[Setting, dict[str, Record]]) -> list[Table]:
         if found is not None:
             row = [*_start(key), found.quality]
             row += [f"{found.sync_s:.1f}", f"{found.adpsgd_s:.1f}", f"{found.speed_up:.2f}", f"{found.ideal:.2f}"]
-            rows.append([*row, f"{found.speed_up / found.ideal:.0%}"])
+            rows.append([*row, f"{found.share:.0%}"])
     columns = ["model", "learners", "σ", "epochs", "seed", "quality", "SYNC, seconds", "async, seconds", "speed-up"]
     columns += ["ideal speed-up", "share of it"]
     title = f"A slow learner: time to a quality {SHORT:.0%} short of the lower of both runs' best"
@@ -177,6 +186,10 @@ class Race:
     def speed_up(self) -> float:
         return self.sync_s / self.adpsgd_s
 
+    @property
+    def share(self) -> float:
+        return self.speed_up / self.ideal
+
 
 def race(pair: Mapping[str, Record]) -> Race | None:
     """None while a run is missing, diverged or was evaluated only once.
@@ -186,7 +199,7 @@ def race(pair: Mapping[str, Record]) -> Race | None:
     runs = [pair[a] for a in paper.ALGORITHMS if a in pair and not pair[a].get("diverged")]
     if len(runs) < 2 or any(len(run["curve"]["seconds"]) < 2 for run in runs):
         return None
-    lower = min(max(_course(run)) for run in runs)
+    lower = min(max(course(run)) for run in runs)
     level = lower - SHORT * abs(lower)
     sync_s, adpsgd_s = (time_to(run, level) for run in runs)
     speech = paper.family(runs[0]["cell"]["model"]) == "speech"
@@ -194,11 +207,11 @@ def race(pair: Mapping[str, Record]) -> Race | None:
         quality=f"loss {-level:.3f}" if speech else f"{level:.1f}% accuracy",
         sync_s=sync_s,
         adpsgd_s=adpsgd_s,
-        ideal=runs[1]["config"]["speeds"]["factor"] / least_slow_down(runs[1]),
+        ideal=runs[1]["config"]["speeds"]["factor"] / balanced(runs[1]),
     )
 
 
-def _course(record: Record) -> list[float]:
+def course(record: Record) -> list[float]:
     """The curve's quality, more is better: accuracy in %, or the negative loss."""
     if paper.family(record["cell"]["model"]) == "speech":
         return [-value for value in record["curve"]["loss"]]
@@ -206,12 +219,14 @@ def _course(record: Record) -> list[float]:
 
 
 def time_to(record: Record, level: float) -> float:
-    """Seconds until the quality first reaches `level` (which it must), interpolated between evaluations.
+    """Seconds until the quality reaches `level` and does not fall below it again, interpolated between evaluations; if
+    it ends below, until it was last there.
 
-    A run that is there at its first evaluation gets the time of that.
+    A run that is there from its first evaluation gets the time of that.
     """
-    times, values = record["curve"]["seconds"], _course(record)
-    after = next(i for i, value in enumerate(values) if value >= level)
+    times, values = record["curve"]["seconds"], course(record)
+    last = max(i for i, value in enumerate(values) if value >= level)
+    after = next(i for i in range(last, -1, -1) if i == 0 or values[i - 1] < level)
     if not after:
         return float(times[0])
     share = (level - values[after - 1]) / (values[after] - values[after - 1])
@@ -222,8 +237,8 @@ def seconds_of(record: Record) -> float:
     return float(record.get("virtual_seconds") or record["real_seconds"])
 
 
-def least_slow_down(record: Record) -> float:
-    """Of perfect balancing: K over the learners' paces together."""
+def balanced(record: Record) -> float:
+    """The slow-down of perfect balancing, in the mean: K over the learners' paces together."""
     speeds, learners = record["config"]["speeds"], record["config"]["learners"]
     if speeds["kind"] == "one-slow":
         return float(learners / (learners - 1 + 1 / speeds["factor"]))
@@ -244,12 +259,12 @@ def size_table(records: Sequence[Record]) -> list[Table]:
     for record in sorted(records, key=lambda each: order.index(each["cell"]["model"])):
         known = paper.MODELS[record["cell"]["model"]]
         rows.append([
-            record["cell"]["model"], f"{known.parameters:,}", f"{record['parameters']:,}", f"{known.mib:.2f}",
+            record["cell"]["model"], f"{record['parameters']:,}", f"{known.mib:.2f}",
             f"{record['mib']:.2f}", f"{known.hours:.2f}", f"{record['hours_extrapolated']:.2f}",
             f"{record['epoch_s_extrapolated']:.1f}", str(record["batch_size"]),
             f"{record['batch_size'] / record['step_s']:,.0f}", record["device"],
         ])  # fmt: skip
-    columns = ["model", "parameters (paper)", "parameters", "MiB (paper)", "MiB", "hours (paper, V100)"]
+    columns = ["model", "parameters", "MiB (paper)", "MiB", "hours (paper, V100)"]
     columns += ["hours, extrapolated", "s per epoch, extrapolated", "batch", "records per s", "device"]
     return [Table(title="Models: sizes, and time with norms and noise", columns=columns, rows=rows)]
 
