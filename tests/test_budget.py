@@ -57,6 +57,28 @@ def test_the_three_ways_to_fix_a_cap() -> None:
     assert (noise.max_steps, noise.mechanism) == (200, SampledGaussian(1.5, 0.1))
 
 
+@pytest.mark.parametrize(("noise", "goal", "drawn"), [(1.0, None, 50), (1.0, 3.0, 5), (1.001, None, 50)])
+def test_a_run_that_goes_on_reports_what_others_have_spent_since(
+    noise: float, goal: float | None, drawn: int, tmp_path: Path
+) -> None:
+    """Also where they used the same mechanism, whose steps cannot be told from the run's own."""
+    own = Privacy(mode="private", noise_multiplier=1.0, epsilon=goal, delta=1e-5, headroom=1.0)
+    first = budget(tmp_path, own, run="first")
+    for _ in range(drawn):
+        first.draw()
+    first.close()
+    other = budget(tmp_path, own.replace(noise_multiplier=noise, epsilon=None if goal is None else 6.0), run="other")
+    while not other.exhausted:
+        other.draw()
+    other.close()
+    again = budget(tmp_path, own, run="first")
+    spent = epsilon(ledger.read(tmp_path / "ledger.jsonl").spent(), 1, 1e-5).epsilon
+    assert again.guarantee().epsilon_spent == pytest.approx(spent)
+    assert again.guarantee().epsilon >= spent * (1 - 1e-9)
+    assert again.exhausted or noise != 1.0
+    again.close()
+
+
 def test_impossible_plans_are_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size = 200 exceeds"):
         plan(EIGHT, records=100, batch_size=200, planned_steps=10)

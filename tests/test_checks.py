@@ -206,6 +206,7 @@ REFUSED = {
     "delta = nan must": {"delta": math.nan},
     "clip_norm = 0": {"clip_norm": 0.0},
     "clip_norm = -1": {"clip_norm": -1.0},
+    "clip_norm = 1e-25": {"clip_norm": 1e-25},
     "clip_norm = inf": {"clip_norm": math.inf},
     "clip_norm = nan": {"clip_norm": math.nan},
     "noise_multiplier = 0": {"noise_multiplier": 0.0},
@@ -235,6 +236,20 @@ def test_sound_settings_pass_and_a_large_delta_warns():
     (warning,) = check_budget(**{**BUDGET, "delta": 1e-4})
     assert "1e-04 or less" in warning
     assert check_budget(**{**BUDGET, "delta": 9.9e-5}) == []
+
+
+@pytest.mark.parametrize("extreme", [torch.max, torch.min, torch.std])
+@pytest.mark.parametrize("stored", [torch.zeros(2, 3, 64, 64, dtype=torch.uint8), torch.rand(2, 3, 128, 128)])
+def test_rows_that_are_scaled_by_the_batchs_extremes_are_refused(stored, extreme):
+    with pytest.raises(PrivacyError, match="prepare mixes"):
+        check_rows(lambda x: x.float() / (1 + extreme(x.float())) if len(x) else x.float(), None, stored)
+
+
+def test_rows_of_codes_may_have_few_values():
+    table = torch.randn(10, 3)
+    assert check_rows(lambda x: table[x.long()], None, torch.zeros(2, 5, dtype=torch.uint8)) == []
+    with pytest.raises(PrivacyError, match="prepare mixes"):
+        check_rows(lambda x: table[x.long()] + x.float().mean(), None, torch.zeros(2, 5, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("order", [lambda x: x.flip(0), lambda x: x.roll(1, 0), lambda x: x.roll(-1, 0)])

@@ -232,6 +232,8 @@ class Loose(nn.Module):
 
 @few
 @given(n=st.integers(0, 5), t=st.integers(2, 8), copies=st.integers(1, 3))
+@example(n=1, t=3, copies=1)
+@example(n=1, t=3, copies=2)
 def test_parameters_outside_of_layers(n, t, copies):
     check(Loose(), torch.randn(n * copies, t, 4), copies=copies)
 
@@ -644,6 +646,48 @@ def test_fallback_is_exact_and_said_once(module, shape, taken):
         engine.clipped_sum(inputs, targets, 0.5)
     assert isinstance(engine.chosen, taken)
     assert close(found.total, Loop(model, squared).clipped_sum(inputs, targets, 0.5).total, 1e-5)
+
+
+class Slots(nn.Module):
+    """One learned factor, the same at all `slots` places of a record."""
+
+    def __init__(self, slots: int, spread: str):
+        super().__init__()
+        self.slots, self.spread = slots, spread
+        self.offset = nn.Parameter(torch.full((1,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spread == "token":
+            return x * self.offset.expand(len(x), self.slots)
+        if self.spread == "repeat":
+            return x * self.offset.repeat(self.slots)
+        return x * self.offset.expand(self.slots)
+
+
+@pytest.mark.parametrize("spread", ["expand", "repeat", "token"])
+@pytest.mark.parametrize("slots", [3, 4, 12, 30])
+def test_a_parameter_spread_over_a_records_places_is_never_taken_for_records(slots, spread):
+    """Whatever the batch's size: 30 places and 30, 15 or 10 records once were taken for one another."""
+    model = FlatModel(Slots(slots, spread))
+    engine = Automatic(model, squared)
+    for records in (1, 2, 3, 4, 5, 6, 10, 12, 15, 30):
+        inputs = torch.randn(records, slots, generator=torch.Generator().manual_seed(records)) * 10
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = engine.clipped_sum(inputs, torch.zeros(records), 0.5)
+        expected = Loop(model, squared).clipped_sum(inputs, torch.zeros(records), 0.5)
+        assert close(found.total, expected.total, 1e-5)
+        assert torch.allclose(found.norms, expected.norms, rtol=1e-5)
+    assert (engine.chosen is engine.bookkeeping) == (spread == "token")
+
+
+def test_weights_that_let_no_gradient_through_check_nothing():
+    model = FlatModel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    model.named_views(model.weights)["0.bias"].fill_(-1e6)
+    engine = Automatic(model, cross_entropy)
+    with pytest.warns(UserWarning, match="no gradient"):
+        engine.settle(torch.randn(2, 4), torch.zeros(2, dtype=torch.long))
+    assert engine.chosen is engine.loop
 
 
 def test_book_keeping_names_what_it_cannot_do():

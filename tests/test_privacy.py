@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from adp2sgd.config import Config, Data, Optimizer, Privacy, Speeds
 from adp2sgd.data import heart, table
 from adp2sgd.data.records import Records
-from adp2sgd.engine import simulate
-from adp2sgd.errors import Adp2sgdError, PrivacyError
+from adp2sgd.engine import simulate, train
+from adp2sgd.engine.setup import make_learner, prepare
+from adp2sgd.errors import Adp2sgdError, PrivacyError, RunError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.engine import Clipped, Engine
@@ -422,18 +423,16 @@ def test_kill_9_in_the_middle_of_a_block_never_hides_a_draw(seed: int | None, tm
 def test_what_would_void_the_guarantee_is_refused_in_one_line(
     changes: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "adp2sgd_test_tasks.py").write_text(OWN_TASKS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("adp2sgd_test_tasks", None)
+    own_tasks(tmp_path, monkeypatch)
     if "task" in changes:
         changes = {**changes, "options": {}}
     with pytest.raises((PrivacyError, Adp2sgdError), match=words) as caught:
         simulate(PRIVATE.replace(**changes))
     assert "\n" not in str(caught.value)
-    sys.modules.pop("adp2sgd_test_tasks", None)
 
 
 OWN_TASKS = """
+import os
 import torch
 from torch import nn
 import adp2sgd
@@ -457,6 +456,37 @@ def no_empty_batches():
     prepare = lambda x: x - 0 * x[0, 0]
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, prepare=prepare)
 
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(6, 2)
+
+    def forward(self, x):
+        if self.training and len(x) > 4 and "ADP2SGD_TEST_DRAWN" in os.environ:  # more than synthetic records
+            with open(os.environ["ADP2SGD_TEST_DRAWN"], "a") as file:
+                print(os.getpid(), torch.initial_seed(), file=file)
+        return self.head(self.drop(x))
+
+def dropout():
+    return adp2sgd.Task(model=Dropping, train=DATA, test=DATA)
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(2, 16), nn.Linear(16, 2)
+
+    def forward(self, x):
+        frames = x.view(len(x), 3, 2).transpose(0, 1).reshape(3 * len(x), 2)
+        return self.head(torch.relu(self.inner(frames)).view(3, len(x), 16).mean(0))
+
+def time_first():
+    return adp2sgd.Task(model=TimeFirst, train=DATA, test=DATA)
+
+def wrong_label():
+    labels = DATA.targets.clone()
+    labels[::9] = 77
+    return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=adp2sgd.Records(DATA.inputs, labels), test=DATA)
+
 def mixup():
     augment = lambda x, generator: x + 0.1 * x[torch.randperm(len(x), generator=generator)]
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, augment=augment)
@@ -464,6 +494,82 @@ def mixup():
 def fitted():
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, fitted="standardization of x")
 """
+
+
+def own_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "adp2sgd_test_tasks.py").write_text(OWN_TASKS)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "adp2sgd_test_tasks", raising=False)
+
+
+def layers_seeds(folder: Path) -> dict[str, list[str]]:
+    """process → what torch's generator was seeded with at each of its steps, in order."""
+    found: dict[str, list[str]] = {}
+    for line in (folder / "drawn").read_text().splitlines():
+        process, seed = line.split()
+        found.setdefault(process, []).append(seed)
+    return found
+
+
+@pytest.mark.processes
+def test_learners_share_no_draws_of_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked from one process, they once had the same dropout at each step, and a neighbour knew it."""
+    own_tasks(tmp_path, monkeypatch)
+    monkeypatch.setenv("ADP2SGD_TEST_DRAWN", str(tmp_path / "drawn"))
+    settings = PRIVATE.replace(task="adp2sgd_test_tasks:dropout", options={}, learners=2, seed=None, epochs=0.5)
+    train(settings, tmp_path / "run")
+    drawn = layers_seeds(tmp_path)
+    seeds = [seed for process in drawn.values() for seed in process]
+    assert len(drawn) == 2
+    assert len(seeds) > 8
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_draws_of_layers_repeat_in_a_seeded_run_and_in_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_tasks(tmp_path, monkeypatch)
+    settings = PRIVATE.replace(task="adp2sgd_test_tasks:dropout", options={}, learners=2, epochs=0.5)
+    runs = []
+    for number, seed in enumerate((3, 3, None)):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.setenv("ADP2SGD_TEST_DRAWN", str(tmp_path / str(number) / "drawn"))
+        simulate(settings.replace(seed=seed))
+        [drawn] = layers_seeds(tmp_path / str(number)).values()
+        assert len(set(drawn)) == len(drawn) > 8  # learners of one process, and steps
+        runs.append(drawn)
+    assert runs[0] == runs[1]
+    assert not set(runs[0]) & set(runs[2])
+
+
+def test_a_neighbours_weights_do_not_choose_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may let no gradient through the layer that the rules would get wrong."""
+    own_tasks(tmp_path, monkeypatch)
+    made = prepare(PRIVATE.replace(task="adp2sgd_test_tasks:time_first", options={}))
+    (tmp_path / "learner").mkdir()
+    with pytest.warns(UserWarning, match="Functional"):
+        learner = make_learner(made, 0, tmp_path / "learner")
+    mine, theirs = learner.snapshot(), learner.snapshot()
+    made.model.named_views(theirs)["inner.bias"].fill_(-1e6)
+    learner.mix(mine, 2 * theirs - mine)
+    learner.begin()
+    learner.update(learner.gradient())
+    assert isinstance(made.engine, choose.Automatic)
+    assert made.engine.chosen is made.engine.functional
+    assert learner.budget is not None
+    learner.budget.close()
+
+
+def test_what_fails_in_a_step_is_told_without_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_tasks(tmp_path, monkeypatch)
+    settings = PRIVATE.replace(task="adp2sgd_test_tasks:wrong_label", options={})
+    with pytest.raises(RunError, match="withheld") as caught:
+        simulate(settings)
+    assert "77" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    with pytest.raises(IndexError, match="77"):
+        simulate(settings.replace(privacy=Privacy()))
 
 
 def test_gradients_are_taken_in_training_mode_also_after_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from adp2sgd.config import Config, Data, Network, Optimizer, Speeds, Topology
 from adp2sgd.engine import simulate
 from adp2sgd.engine.setup import prepare
 from adp2sgd.engine.simulate import Asynchronous, Simulation
-from adp2sgd.errors import DivergedError, RunError
+from adp2sgd.errors import ConfigError, DivergedError, RunError
 from adp2sgd.exchange.protocol import Exchange
 from adp2sgd.record import Folder, read_result
 from adp2sgd.task import resolve
@@ -334,6 +334,8 @@ def test_resuming_gives_the_result_of_an_uninterrupted_run(
         with pytest.raises(RunError, match="no checkpoint"):
             simulate(settings, tmp_path / "parts", resume=True)
         return
+    with pytest.raises(ConfigError, match="holds a run with seed = "):
+        simulate(settings.replace(seed=None), tmp_path / "parts", resume=True)
     simulate(settings, tmp_path / "parts", resume=True)
     assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
     assert logs(tmp_path / "parts") == logs(tmp_path / "whole")

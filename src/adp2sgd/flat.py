@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from adp2sgd.errors import ConfigError
 
-ALIGNED = 16  # bytes; a GPU's kernels read that much at once, and some fail where a tensor starts elsewhere
+ALIGNED = 4  # numbers, 16 bytes of float32: a GPU's kernels read so many at once, some fail on what starts elsewhere
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _pack(
 ) -> tuple[Tensor, tuple[Slice, ...]]:
     """The tensors one after the other; those of an odd size last, so that all others are aligned."""
     slices, start = [], 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].nbytes % ALIGNED != 0):
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].numel() % ALIGNED != 0):
         slices.append(Slice(name, start, start + tensor.numel(), tensor.shape))
         start += tensor.numel()
     dtypes = {tensor.dtype for tensor in tensors.values()} or {dtype}

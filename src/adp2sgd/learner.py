@@ -25,6 +25,7 @@ from adp2sgd.data.batches import Batches
 from adp2sgd.data.feed import feed
 from adp2sgd.data.records import Records
 from adp2sgd.device import SETTLED
+from adp2sgd.errors import Adp2sgdError, RunError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import Gradient, GradientStep, PrivateStep
 from adp2sgd.privacy.budget import Budget
@@ -132,13 +133,23 @@ class Learner:
         """The mean gradient at ŵ over a fresh batch, privatized in private mode; charged to the budget first."""
         if self.budget is not None:
             self.budget.draw()
+            self._streams("layers", self.steps).seed_layers(self._model.device)
         self._model.weights.copy_(self.read[: len(self.weights)])
         if len(self.buffers):
             self._model.buffers.copy_(self.read[len(self.weights) :])
-        inputs, targets = self._batch()
-        return self._gradient_step(
-            self._model, inputs, targets, self._batches.expected, self._streams("noise", self.steps)
-        )
+        try:
+            inputs, targets = self._batch()
+            noise = self._streams("noise", self.steps)
+            return self._gradient_step(self._model, inputs, targets, self._batches.expected, noise)
+        except (Adp2sgdError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self.budget is None:
+                raise
+            raise RunError(
+                f"learner {self.number}'s step failed ({type(error).__name__}); the message may hold values of records "
+                'and is withheld: try the task with privacy.mode = "none" where the data lie'
+            ) from None
 
     def rehearse(self) -> None:
         """Run the passes on blank records a few times, so that the first step takes no longer than the others."""

@@ -66,12 +66,17 @@ class Setup:
 
     @cached_property
     def engine(self) -> Engine:
-        """Takes the private gradients of all learners of the process."""
+        """Takes the private gradients of all learners of the process. It is chosen here, at the initial weights: those
+        of a neighbour could hide what the choice is about."""
         # A seeded run must not depend on the memory that happens to be free.
         copies = self.config.privacy.copies
         piece = None if self.config.seed is None else max(1, SEEDED_PIECE // copies)
         autocast, name = AUTOCAST[self.config.precision], self.config.privacy.engine
-        return choose.build(self.model, self.task.loss, engine=name, copies=copies, piece=piece, autocast=autocast)
+        made = choose.build(self.model, self.task.loss, engine=name, copies=copies, piece=piece, autocast=autocast)
+        if isinstance(made, choose.Automatic):
+            inputs, targets = (part[:0].to(self.device) for part in (self.task.train.inputs, self.task.train.targets))
+            made.settle(self.task.prepare(inputs), targets)
+        return made
 
     def epoch(self, global_steps: int) -> float:
         return global_steps / self.steps_per_epoch
@@ -89,7 +94,7 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     graph = topology.build(config.topology, config.learners, seed)
     task = resolve(config.task, config.options)
     rows = shards.split(task.train, config.data, config.learners, seed)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model = FlatModel(task.model(), device)
     steps_per_epoch = len(task.train) / config.batch_size

@@ -158,8 +158,10 @@ class Recording(TorchFunctionMode):
         tensor, sizes = args[0], args[1:]
         sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, torch.Size)) else sizes
         fresh = len(sizes) > tensor.dim() or (tensor.dim() > 0 and tensor.shape[0] == 1)
-        if not fresh or not sizes or sizes[0] <= 0 or sizes[0] % self.n:
+        if not fresh or not sizes or sizes[0] == -1 or sizes[0] == 1 != self.n:
             return self._derive(func(*args), [tensor])  # type: ignore[no-any-return]
+        if sizes[0] % self.n:  # along another axis, whose length some batch may have: never to be taken for records
+            raise UnsupportedError(f"{name} of a parameter to {sizes[0]} rows, which are not {self.n} records")
         own = self._per_record(tensor, sizes[0], len(sizes))
         out: Tensor = own.repeat(1, *sizes[1:]) if name == "repeat" else own.expand(*sizes)
         return out

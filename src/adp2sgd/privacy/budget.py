@@ -204,9 +204,10 @@ def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
     own = fixed.mechanism
     others = {mechanism: count for mechanism, count in spent.parts if mechanism != own}
     known = {mechanism: count for mechanism, count in fixed.before.parts if mechanism != own}
-    if others == known:
-        return fixed
     earlier = [(mechanism, count) for mechanism, count in fixed.before.parts if mechanism == own]
+    counted = dict(spent.parts).get(own, 0) - sum(count for _, count in earlier)
+    if others == known:
+        return replace(fixed, max_steps=max(fixed.max_steps, counted))
     before, cap = Composed((*others.items(), *earlier)), fixed.max_steps
     if privacy.epsilon is not None:
         room = steps_for(
@@ -217,9 +218,8 @@ def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
             adjacency=fixed.adjacency,
             before=before,
         )
-        counted = dict(spent.parts).get(own, 0) - sum(count for _, count in earlier)
-        cap = max(min(cap, room), counted)  # what was taken stays reported, even where nothing more may be
-    return replace(fixed, before=before, max_steps=cap)
+        cap = min(cap, room)
+    return replace(fixed, before=before, max_steps=max(cap, counted))  # what was taken is reported, beyond the cap too
 
 
 def _write_plan(path: Path, fixed: Plan) -> None:

@@ -6,6 +6,7 @@ refusal that depended on them would itself tell something about the data.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Rows = Callable[[Tensor], Tensor]
 Augmentation = Callable[[Tensor, Generator], Tensor]
 
+LEAST_CLIP_NORM = 1e-6  # squares of norms far below it would vanish in float32; adaptive clipping goes down by 1e6
 PROBES = 4  # synthetic records in a batch
 SEEDS = 16  # of an augmentation that draws whom to mix: by chance the watched record meets only itself
 WATCHED = 1  # the one whose gradient is watched has others before and after it, and is not its own mirror image
@@ -57,9 +59,9 @@ def check_budget(
             f"sample_rate = {sample_rate:.4g} (batch_size over {records} records) is not in (0, 1]; "
             f"use a batch_size from 1 to {records}"
         )
-    if not 0 < clip_norm < math.inf:
+    if not LEAST_CLIP_NORM <= clip_norm < math.inf:
         raise PrivacyError(
-            f"clip_norm = {clip_norm} does not bound a record's gradient; use a positive one such as 1.0"
+            f"clip_norm = {clip_norm:g} cannot bound a record's gradient; use {LEAST_CLIP_NORM:g} or more, such as 1.0"
         )
     if epsilon is None and noise_multiplier is None:
         raise PrivacyError("neither epsilon nor noise_multiplier is set; set privacy.epsilon, for example to 3.0")
@@ -117,7 +119,7 @@ def check_rows(prepare: Rows, augment: Augmentation | None, stored: Tensor) -> l
     Like `check_model`, it uses only dtype, device and row shape of `stored` (records as they are kept) and probes with
     synthetic rows. An empty batch must pass too: a crash would tell that nobody was drawn.
     """
-    rows = _synthetic(stored, Generator().manual_seed(0), None)
+    rows = _stored_rows(prepare, stored)
     others = _with_others(rows)
     prepared = _told("prepare", prepare, rows)
     if len(_told("prepare", prepare, rows[:0])) or not _same_rows(prepared, _told("prepare", prepare, others)):
@@ -131,6 +133,18 @@ def check_rows(prepare: Rows, augment: Augmentation | None, stored: Tensor) -> l
         if not _same_rows(left, right):
             raise PrivacyError("the task's augment mixes the records of a batch; change each row by itself")
     return []
+
+
+def _stored_rows(prepare: Rows, stored: Tensor) -> Tensor:
+    """Bytes over all their values, as pixels have, unless they are codes that `prepare` knows fewer of."""
+    rows = _synthetic(stored, Generator().manual_seed(0), None)
+    if stored.dtype == torch.uint8:
+        pixels = torch.randint(0, 256, rows.shape, generator=Generator().manual_seed(0)).to(rows)
+        pixels[WATCHED] = 64 + pixels[WATCHED].div(2, rounding_mode="floor")
+        with contextlib.suppress(PrivacyError):
+            _told("prepare", prepare, pixels)
+            return pixels
+    return rows
 
 
 def _augmented(augment: Augmentation, seed: int, rows: Tensor) -> Tensor:
@@ -214,16 +228,26 @@ class _Probe:
 
 
 def _synthetic(like: Tensor, generator: Generator, dtype: torch.dtype | None) -> Tensor:
-    """PROBES random rows of the shape of `like`, floats in `dtype`; integers are 0 or 1, which every vocabulary has."""
+    """PROBES random rows of the shape of `like`, floats in `dtype`, between 0 and 1 and those of the watched row in the
+    middle of it: it alone is neither the batch's largest nor its least. Integers are 0 or 1, which every vocabulary
+    has."""
     shape = (PROBES, *like.shape[1:])
     if like.is_floating_point():
-        return torch.rand(shape, generator=generator, dtype=torch.float64).to(like.device, dtype or like.dtype)
+        rows = torch.rand(shape, generator=generator, dtype=torch.float64)
+        rows[WATCHED] = 0.25 + rows[WATCHED] / 2
+        return rows.to(like.device, dtype or like.dtype)
     return torch.randint(0, 2, shape, generator=generator).to(like.device, like.dtype)
 
 
 def _with_others(batch: Tensor) -> Tensor:
-    """The batch with every value changed in all records but the watched one."""
-    others = 1 - batch if batch.is_floating_point() else batch.logical_not().to(batch.dtype)
+    """The batch with every value changed in all records but the watched one, so that their mean, spread and extremes
+    are others too: those of large random rows would hardly move."""
+    if batch.is_floating_point():
+        others = 0.3 + (1 - batch) / 10
+    elif int(batch.max() if batch.numel() else 0) > 1:
+        others = (77 + (255 - batch.int()).div(10, rounding_mode="floor")).to(batch.dtype)
+    else:
+        others = batch.logical_not().to(batch.dtype)
     others[WATCHED] = batch[WATCHED]
     return others
 

@@ -125,6 +125,14 @@ class NoiseSource:
         """A generator of torch with a new 64-bit seed, for augmentation. Never for noise on a CPU: it keeps 32 bits."""
         return Generator(device).manual_seed(int(self._words(1).item()))
 
+    def seed_layers(self, device: torch.device) -> None:
+        """Start torch's own generator anew, which layers that draw (dropout) take from: as it is, learners of one
+        program share its state, and on a GPU it has a public seed."""
+        torch.default_generator.manual_seed(int(self._words(1).item()))
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(int(self._words(1).item()))
+
     def _words(self, n: int) -> Tensor:
         """The next n words of the keystream: uniform over all 64-bit integers, signed."""
         buffer = bytearray(8 * n + SPARE)

@@ -1,4 +1,4 @@
-"""A learner's random streams, each with one purpose: batch, noise, augment, epoch."""
+"""A learner's random streams, each with one purpose: batch, noise, augment, layers, epoch."""
 
 from __future__ import annotations
 
