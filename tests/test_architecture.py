@@ -76,11 +76,15 @@ def test_public_names_exist_and_are_stated() -> None:
         assert hasattr(package, name)
 
 
-def test_the_readmes_python_runs() -> None:
+def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for kept in re.findall(r"`([a-z]+\.(?:json|toml|safetensors))`", text):
+        assert (tmp_path / "runs/first" / kept).is_file(), kept
 
 
 def test_the_readmes_commands_exist(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -240,7 +241,7 @@ def test_a_lost_learner_ends_a_sync_run_with_one_clear_error(tmp_path: Path) -> 
     assert train(settings, tmp_path / "run", resume=True).global_steps >= 240
 
 
-def command(folder: Path, settings: Config) -> subprocess.Popen[str]:
+def command(folder: Path, settings: Config, **options: Any) -> subprocess.Popen[str]:
     (folder / "run.toml").write_text(settings.to_toml())
     line = [sys.executable, "-m", "adp2sgd", "train", "run.toml", "--out", "run"]
     path = os.pathsep.join([str(ROOT / "src"), str(Path(__file__).parent)])
@@ -251,6 +252,7 @@ def command(folder: Path, settings: Config) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
+        **options,
     )
 
 
@@ -260,6 +262,19 @@ def wait_for(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_ctrl_c_while_learners_start_is_one_line(tmp_path: Path) -> None:
+    """A terminal sends it to the whole group: to the process that learners come from, too, which still imports."""
+    process = command(tmp_path, SHORT, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: bool(children.read_text()), process)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert said.strip().splitlines()[-1].startswith("adp2sgd: error: interrupted")
 
 
 @pytest.mark.parametrize("end", ["once", "twice", "kill"])
@@ -293,7 +308,14 @@ def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws) -> None:
 
 def leftovers(folder: Path) -> set[str]:
     """What a run leaves on disk, beside its record."""
-    known = {"config.toml", "result.json", "events.jsonl", "checkpoint.safetensors", "checkpoint.previous.safetensors"}
+    known = {
+        "config.toml",
+        "result.json",
+        "model.safetensors",
+        "events.jsonl",
+        "checkpoint.safetensors",
+        "checkpoint.previous.safetensors",
+    }
     return {path.name for path in folder.rglob("*") if path.is_file()} - known
 
 

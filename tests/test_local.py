@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds, Topology
@@ -229,7 +230,7 @@ def test_the_curve_of_sync_is_the_simulators(tmp_path: Path) -> None:
 
 
 def assert_whole(run: Run, folder: Path) -> None:
-    """Time and steps grow, the last point is the result, and result.json, the events and the run agree."""
+    """Time and steps grow, the last point is the result, and result.json, the events, the model and the run agree."""
     for earlier, later in itertools.pairwise(run.curve):
         assert earlier.global_steps < later.global_steps
         assert earlier.seconds < later.seconds
@@ -237,6 +238,12 @@ def assert_whole(run: Run, folder: Path) -> None:
     found = last.global_steps, last.epoch, last.seconds, last.loss, last.accuracy, last.consensus
     assert found == (run.global_steps, run.epochs, run.seconds, run.loss, run.accuracy, run.consensus)
     assert read_result(folder).curve == run.curve == tuple(events(folder))
+    settings = Folder.open(folder).settings
+    task = resolve(settings.task, settings.options)
+    module = task.model()
+    module.load_state_dict(load_file(folder / "model.safetensors"))
+    losses = task.loss(module.eval()(task.prepare(task.test.inputs)), task.test.targets)
+    assert float(losses.mean()) == pytest.approx(run.loss, rel=1e-5)
 
 
 def test_the_curve_of_adpsgd_grows_while_the_learners_train(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from adp2sgd.data import heart, table
 from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate, train
 from adp2sgd.engine.setup import make_learner, prepare
-from adp2sgd.errors import Adp2sgdError, PrivacyError, RunError
+from adp2sgd.errors import Adp2sgdError, ConfigError, PrivacyError, RunError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.engine import Clipped, Engine
@@ -568,7 +568,7 @@ def test_what_fails_in_a_step_is_told_without_values(tmp_path: Path, monkeypatch
     assert "77" not in str(caught.value)
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
-    with pytest.raises(IndexError, match="77"):
+    with pytest.raises(ConfigError, match="label 77, but the model has 2 outputs"):
         simulate(settings.replace(privacy=Privacy()))
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -16,13 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from adp2sgd import config, topology
 from adp2sgd.config import Config, Data, Network, Optimizer, Speeds, Topology
 from adp2sgd.engine import simulate
 from adp2sgd.engine.setup import prepare
-from adp2sgd.engine.simulate import Asynchronous, Simulation
-from adp2sgd.errors import ConfigError, DivergedError, RunError
+from adp2sgd.engine.simulate import Asynchronous, Simulation, Status
+from adp2sgd.errors import ConfigError, DivergedError, InterruptedRunError, RunError
 from adp2sgd.exchange.protocol import Exchange
 from adp2sgd.record import Folder, read_result
 from adp2sgd.task import resolve
@@ -361,6 +363,60 @@ def test_a_killed_process_resumes_to_the_same_result(kill: signal.Signals, tmp_p
     simulate(RICH.replace(epochs=12), tmp_path / "whole")
     assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
     assert not list(tmp_path.rglob(".*"))  # no temporary files
+
+
+@pytest.mark.parametrize("task", ["digits/cnn", "digits/mlp"])
+def test_the_model_of_a_run_is_torchs_own(task: str, tmp_path: Path) -> None:
+    """model.safetensors goes into a module of the user's, without us, and is as good as the run says."""
+    run = simulate(Config(task=task, learners=2, epochs=1, seed=0, device="cpu"), tmp_path / "run")
+    made = resolve(task, {})
+    module = made.model()
+    module.load_state_dict(load_file(tmp_path / "run/model.safetensors"))
+    right = module.eval()(made.prepare(made.test.inputs)).argmax(1) == made.test.targets
+    assert float(right.float().mean()) == pytest.approx(run.accuracy, abs=1e-6)
+    assert run.accuracy is not None
+    assert run.accuracy > 0.3
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
+    settings = Config(task="digits/mlp", learners=2, epochs=4, seed=0, device="cpu", checkpoint_every=1)
+    whole = simulate(settings, tmp_path / "whole")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(status: Status) -> None:
+        if status.epoch > 2.5:  # writes of more than this then fail
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+
+    try:
+        with pytest.raises(RunError, match=r"cannot be written .*--resume") as caught:
+            simulate(settings, tmp_path / "run", on_status=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert simulate(settings, tmp_path / "run", resume=True).loss == whole.loss
+
+
+def test_what_cannot_be_written_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Config(task="digits/mlp", learners=2, epochs=1, seed=0, device="cpu", checkpoint_every=0.2)
+
+    def stop(status: Status) -> None:
+        if status.epoch > 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(settings, tmp_path / "run", on_status=stop)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="cannot go on"):
+        simulate(settings, tmp_path / "run", resume=True)
+
+
+def test_a_run_without_a_folder_promises_nothing(quadratic_config: Config) -> None:
+    def stop(status: Status) -> None:
+        raise InterruptedRunError("go on with --resume somewhere")
+
+    with pytest.raises(InterruptedRunError, match="nothing of it is kept") as caught:
+        simulate(quadratic_config, on_status=stop)
+    assert "--resume" not in str(caught.value)
 
 
 def test_a_finished_run_is_not_run_again(quadratic_config: Config, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def simulate(
     view.print_json(run.to_dict()) if json else view.print_run(run)
 
 
-@app.command(epilog="Example: adp2sgd train experiments/ring8.toml --set learners=4 --set speeds.factor=10")
+@app.command(epilog="Example: adp2sgd train experiments/ring8.toml --set learners=4 --set speeds.kind=one-slow")
 def train(
     config: ConfigFile = None,
     settings: Settings = [],  # noqa: B006
@@ -381,6 +381,8 @@ def _chosen(config: Path | None, settings: list[str], out: Path | None, resume: 
     from adp2sgd.errors import ConfigError
     from adp2sgd.record import Folder
 
+    if out is not None and not str(out).strip(". "):
+        raise ConfigError(f"--out {str(out)!r} is no folder for a run; give a name such as runs/first")
     if resume is None:
         chosen = (Config() if config is None else load(config)).with_settings(settings)
         return chosen, out or _run_folder(chosen.task, chosen.algorithm)

@@ -6,10 +6,12 @@ runs/NAME/learner-ID/events.jsonl           one line per step and evaluation; st
 runs/NAME/learner-ID/ledger.jsonl           privacy spent (simulations; real sites keep theirs across runs)
 runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
 runs/NAME/result.json                       what the run reports
+runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -131,6 +133,14 @@ class Folder:
             raise ConfigError(f"{path} holds no run (no config.toml); give a run's folder")
         return cls(Path(path))
 
+    @classmethod
+    def reopen(cls, path: str | Path) -> Folder:
+        """To go on with its run; one that cannot be written is refused."""
+        folder = cls.open(path)
+        if not os.access(folder.path, os.W_OK):
+            raise ConfigError(f"cannot write to {path}, so its run cannot go on; change its permissions")
+        return folder
+
     @property
     def settings(self) -> config.Config:
         return config.load(self.path / "config.toml")
@@ -168,11 +178,15 @@ class Folder:
                 path.unlink()
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         whole = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
         with self.replacing(name) as part:
-            save_file(whole, part, metadata={"adp2sgd": json.dumps(metadata)})
+            try:
+                save_file(whole, part, metadata={"adp2sgd": json.dumps(metadata)})
+            except SafetensorError as error:  # its way to tell of a full disk
+                raise OSError(errno.EIO, str(error)) from None
 
     def load_tensors(self, name: str, device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
         from safetensors import SafetensorError, safe_open
@@ -186,6 +200,19 @@ class Folder:
     def write_result(self, run: Run) -> None:
         with self.replacing("result.json") as part:
             part.write_text(json.dumps(run.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @contextmanager
+    def telling_of_full_disks(self) -> Iterator[None]:
+        """What the system refuses to write ends the run in one line; the last checkpoint stays whole."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:
+                raise
+            reason = error.strerror or str(error)
+            raise RunError(
+                f"{self.path} cannot be written ({reason}); mend that, then --resume goes on from its last checkpoint"
+            ) from None
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:

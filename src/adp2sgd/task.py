@@ -229,11 +229,14 @@ def _own(name: str) -> tuple[Callable[..., Task], dict[str, Any]]:
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does: the user's module may lie beside the configuration
     try:
-        return getattr(importlib.import_module(module), attribute), {}
+        found = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise ConfigError(f'task = "{name}": no module named {error.name}; check the name and PYTHONPATH') from None
     except AttributeError:
         raise ConfigError(f'task = "{name}": module {module} has no function {attribute}') from None
+    if not callable(found):
+        raise ConfigError(f'task = "{name}" is a {type(found).__name__}; name a function that returns adp2sgd.Task')
+    return found, {}
 
 
 def _check_options(name: str, function: Callable[..., Task], arguments: Mapping[str, Any]) -> None:

@@ -202,6 +202,11 @@ def theorem_2(
         raise ConfigError(f"mu = {mu} is not in (0, 1); it splits ε between divergence and conversion, try 0.2")
     if not epsilon > 0:
         raise ConfigError(f"epsilon = {epsilon} is not positive; use a value above 0")
+    if min(learners, steps, batch_size) < 1 or batch_size > smallest_shard:
+        raise ConfigError(
+            f"learners = {learners}, steps = {steps}, batch_size = {batch_size} of {smallest_shard} records: "
+            "each is at least 1, and a batch at most the smallest shard"
+        )
     log_delta, total = math.log(1 / check_delta(delta)), learners * smallest_shard
 
     def at(mu: float) -> PaperNoise:

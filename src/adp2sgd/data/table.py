@@ -91,6 +91,8 @@ def _read(path: Path) -> dict[str, Column]:
 
 
 def _read_file(path: Path) -> dict[str, Column]:
+    if not path.suffix and not path.exists():
+        raise DataError(f"{path} does not exist; give a file or folder that does, from {Path.cwd()}")
     if path.suffix.lower() not in READERS:
         raise DataError(f"{path} is neither {' nor '.join(READERS)}; convert it to one of them")
     table = READERS[path.suffix.lower()](path)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from adp2sgd.errors import InterruptedRunError
 
 
 class Interrupt:
@@ -29,3 +33,12 @@ class Interrupt:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         signal.signal(number, self._before[number])
+
+
+@contextmanager
+def telling_that_nothing_is_kept() -> Iterator[None]:
+    """For a run without a folder of its own: there is nothing to go on with."""
+    try:
+        yield
+    except InterruptedRunError:
+        raise InterruptedRunError("interrupted; the run had no folder, so nothing of it is kept") from None

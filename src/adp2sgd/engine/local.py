@@ -13,6 +13,7 @@ from typing import Any
 from adp2sgd.config import Config
 from adp2sgd.engine import learner_checkpoint
 from adp2sgd.engine.evaluate import average, consensus, evaluate
+from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.nursery import Nursery
 from adp2sgd.engine.observer import write_point
 from adp2sgd.engine.setup import Setup, finish, open_budget, prepare
@@ -48,12 +49,12 @@ def train(
     """
     require_linux()
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
             run = train(config, Path(scratch) / "run", exchange=exchange, on_status=on_status, patience=patience)
             return replace(run, folder=None)
     kept = _read_session(Folder.open(folder)) if resume else {}
     setup = prepare(config, kept.get("seed"))  # before the folder: a wrong task leaves nothing behind
-    home = Folder.open(folder) if resume else Folder.create(folder, config)
+    home = Folder.reopen(folder) if resume else Folder.create(folder, config)
     with closing(Nursery()) as nursery:
         supervisor = Supervisor(
             setup,
@@ -71,7 +72,8 @@ def train(
         supervisor.run()
     if supervisor.interrupted and supervisor.global_steps < setup.target_steps:
         raise InterruptedRunError(
-            f"interrupted at epoch {setup.epoch(supervisor.global_steps):.2f}; go on with --resume {home.path}"
+            f"interrupted at epoch {setup.epoch(supervisor.global_steps):.2f}; nothing is lost: "
+            f"go on with --resume {home.path}"
         )
     return _result(supervisor, home)
 
@@ -128,11 +130,12 @@ def _result(supervisor: Supervisor, home: Folder) -> Run:
     run = replace(run, notes=(*run.notes, *_told(supervisor)))
     try:
         write_point(home, point)
+        setup.save_model(theta, home)
         home.write_result(run)
     except OSError as error:
         raise RunError(
-            f"the run is complete (loss {run.loss:.4f}) but {home.path}/result.json cannot be written "
-            f"({error.strerror}); free disk space and evaluate the learners' checkpoints"
+            f"the run is complete (loss {run.loss:.4f}) but its result cannot be written to {home.path} "
+            f"({error.strerror}); mend that, then --resume {home.path} writes it"
         ) from None
     (home.path / SESSION).unlink(missing_ok=True)
     return run

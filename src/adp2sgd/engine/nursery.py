@@ -33,7 +33,9 @@ class Nursery:
     def __init__(self) -> None:
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            program = f"from adp2sgd.engine.nursery import main; main({theirs.fileno()})"
+            # Ctrl-C reaches the whole group, also while this process imports; the supervisor decides what it means.
+            deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+            program = f"{deaf}; from adp2sgd.engine.nursery import main; main({theirs.fileno()})"
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
             command = [sys.executable, "-c", program]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
@@ -50,7 +52,10 @@ class Nursery:
         """What has happened: {learner, pid} for a start, {learner, pid, code} for an end, {gone} for the nursery's."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                data = self.line.recv(LARGEST, socket.MSG_DONTWAIT)
+                try:
+                    data = self.line.recv(LARGEST, socket.MSG_DONTWAIT)
+                except ConnectionResetError:
+                    data = b""
                 if not data:
                     yield {"gone": True}
                     return
@@ -127,7 +132,6 @@ def _live(order: dict[str, Any]) -> int:
 
 def main(descriptor: int) -> None:
     """Of the nursery's own process; `descriptor` is its end of the line."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides what it means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # standard output belongs to the supervisor's figures
     line = socket.socket(fileno=descriptor)

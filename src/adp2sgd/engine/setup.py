@@ -19,18 +19,18 @@ from adp2sgd.data import shards
 from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
 from adp2sgd.device import AUTOCAST, compiled, tune
 from adp2sgd.engine.evaluate import evaluate
+from adp2sgd.engine.fit import check_fit, check_privacy
 from adp2sgd.errors import ConfigError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.engine import Engine
 from adp2sgd.gradient.privatize import Adaptation, GradientStep, PlainStep, PrivateStep
 from adp2sgd.learner import Learner
-from adp2sgd.privacy import checks
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.mechanism import beside_count
 from adp2sgd.privacy.streams import Streams
 from adp2sgd.progress import Progress
-from adp2sgd.record import LearnerResult, Point, Run, versions
+from adp2sgd.record import Folder, LearnerResult, Point, Run, versions
 from adp2sgd.task import Task, resolve
 
 SEEDED_PIECE = 512  # rows (a record has `copies` of them) whose gradients are taken at once in a seeded run
@@ -78,6 +78,15 @@ class Setup:
             made.settle(self.task.prepare(inputs), targets)
         return made
 
+    def save_model(self, theta: Tensor, folder: Folder) -> None:
+        """θ as model.safetensors, with everything that the module's `load_state_dict` asks for."""
+        model = self.model
+        model.weights.copy_(theta[: len(model.weights)])
+        if len(theta) > len(model.weights):
+            model.buffers.copy_(theta[len(model.weights) :])
+        tensors = {name: tensor.detach().clone() for name, tensor in model.module.state_dict().items()}
+        folder.save_tensors("model.safetensors", tensors, {"task": self.config.task, "options": self.config.options})
+
     def epoch(self, global_steps: int) -> float:
         return global_steps / self.steps_per_epoch
 
@@ -100,50 +109,12 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     steps_per_epoch = len(task.train) / config.batch_size
     rounds = math.ceil(config.epochs * steps_per_epoch / config.learners - 1e-9)
     target = max(1, rounds) * config.learners
-    notes = tuple(_check_privacy(config, task, model, rows)) if config.privacy.mode == "private" else ()
-    return Setup(config, seed, device, task, rows, graph, model, steps_per_epoch, target, notes)
-
-
-def _check_privacy(config: Config, task: Task, model: FlatModel, rows: Sequence[Tensor]) -> list[str]:
-    """Refuse what would void the guarantee, before anything is drawn; returns warnings."""
-    privacy, smallest = config.privacy, min(len(shard) for shard in rows)
-    if config.batch_size > smallest:
-        raise ConfigError(
-            f"batch_size = {config.batch_size} exceeds the smallest shard ({smallest}); lower it or use fewer learners"
-        )
-    warnings = checks.check_budget(
-        records=max(len(shard) for shard in rows),
-        delta=privacy.delta,
-        clip_norm=privacy.clip_norm,
-        sample_rate=config.batch_size / smallest,
-        epsilon=privacy.epsilon,
-        noise_multiplier=privacy.noise_multiplier,
-        fitted=task.fitted,
-    )
-    if privacy.ledger is None and config.seed is None:
-        warnings.append(
-            "the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"
-        )
-    if privacy.ledger is not None and (config.data.partition != "site" or config.seed is not None):
-        raise ConfigError(
-            f'privacy.ledger = "{privacy.ledger}" needs data.partition = "site" and no seed: only then do records stay '
-            "with their site, and noise is spent for good; remove it or change those"
-        )
-    if (
-        privacy.ledger is not None
-        and privacy.dataset is None
-        and (":" in config.task or config.task.partition("/")[0] in ("table", "images"))
-    ):
-        raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
-    warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
-    if privacy.copies > 1 and task.augment is None:
-        raise ConfigError(
-            f'privacy.copies = {privacy.copies} needs augmentation, and task = "{config.task}" has none; set '
-            "options.augment = true where the data are images, or leave copies out"
-        )
-    stored, targets = task.train.inputs[:2].to(model.device), task.train.targets[:2].to(model.device)
-    warnings += checks.check_rows(task.prepare, task.augment, stored)
-    return warnings + checks.check_model(model.module, task.loss, task.prepare(stored), targets)
+    notes: list[str] = []
+    if config.privacy.mode == "private":
+        notes = check_privacy(config, task, model, rows)
+    else:
+        check_fit(task, model)
+    return Setup(config, seed, device, task, rows, graph, model, steps_per_epoch, target, tuple(notes))
 
 
 def pick_device(name: str) -> torch.device:

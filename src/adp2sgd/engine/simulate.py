@@ -23,7 +23,7 @@ from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint
 from adp2sgd.engine.evaluate import Metrics, average, consensus, evaluate
 from adp2sgd.engine.events import Event, Member, StepEnd, Turn
-from adp2sgd.engine.interrupt import Interrupt
+from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
 from adp2sgd.engine.setup import Setup, finish, make_learner, prepare
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
 from adp2sgd.engine.threads import suited_threads
@@ -66,18 +66,22 @@ def simulate(
     `resume` goes on from the folder's last checkpoint: a seeded run ends exactly as if it had not been interrupted.
     """
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
             return replace(simulate(config, Path(scratch) / "run", on_status=on_status), folder=None)
     kind = Synchronous if config.algorithm == "sync" else Asynchronous
     saved = checkpoint.read(Folder.open(folder)) if resume else None
     setup = prepare(config, saved.seed if saved else None)  # before the folder: a wrong task leaves nothing behind
-    home = Folder.open(folder) if resume else Folder.create(folder, config)
+    home = Folder.reopen(folder) if resume else Folder.create(folder, config)
     if saved is not None and config.seed != home.settings.seed:
         raise ConfigError(f"seed = {config.seed}, but {folder} holds a run with seed = {home.settings.seed}; use that")
     if saved is not None and config.seed is not None:
         home.remove_logs("ledger.jsonl", "plan.json")  # a seeded run repeats its draws: charged anew, not twice
     simulation = kind(setup, home, on_status or (lambda _: None))
-    with closing(simulation), suited_threads(len(simulation.setup.model.weights), config.batch_size):
+    with (
+        home.telling_of_full_disks(),
+        closing(simulation),
+        suited_threads(len(simulation.setup.model.weights), config.batch_size),
+    ):
         if saved is None:
             simulation.start()
         else:
@@ -210,15 +214,17 @@ class Simulation:
             self._evaluate()
         learners = self._learner_results()
         self._save_learners()
+        theta = average(self.states())
         run = finish(
             self.setup,
             [member.learner for member in self.members],
             learners,
             tuple(self.curve),
-            theta=average(self.states()),
+            theta=theta,
             clock="virtual",
             folder=str(self.folder.path),
         )
+        self.setup.save_model(theta, self.folder)
         self.folder.write_result(run)
         (self.folder.path / checkpoint.NAME).unlink(missing_ok=True)
         return run

@@ -37,6 +37,9 @@ def reproduce(
             print(text, file=sys.stderr, flush=True)
 
     fresh = any(not cell.path(out).exists() for cell in cells)
+    before = sum(cell.path(out).exists() for cell in cells)
+    if before:
+        say(f"{before} of {len(cells)} cells were finished before, in {out}; another --out measures them anew")
     records = run_all(cells, out, jobs=jobs, quiet=quiet, say=say)
     if as_json:
         view.print_json([{key: value for key, value in r.items() if key != "curve"} for r in records])

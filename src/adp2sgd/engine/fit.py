@@ -1,0 +1,83 @@
+"""Whether task, model and configuration fit together: what does not is refused before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from adp2sgd.config import Config
+from adp2sgd.errors import ConfigError
+from adp2sgd.flat import FlatModel
+from adp2sgd.privacy import checks
+from adp2sgd.task import Task
+
+
+def check_fit(task: Task, model: FlatModel) -> None:
+    """Refuse a model that cannot read the task's records, or has no output for a label of theirs."""
+    records = task.train.take(torch.arange(min(2, len(task.train))))
+    model.module.eval()
+    with torch.no_grad(), _told():
+        outputs = model.module(task.prepare(records.inputs.to(model.device)))
+    if task.metric == "accuracy":
+        largest = max(int(part.targets.max()) for part in (task.train, task.test))
+        if largest >= outputs.shape[-1]:
+            raise ConfigError(
+                f"a record has the label {largest}, but the model has {outputs.shape[-1]} outputs; labels count from 0"
+            )
+    with torch.no_grad(), _told():
+        task.loss(outputs, records.targets.to(model.device))
+    model.module.train()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"model and loss do not fit the task's records ({reason}); try them on one batch") from None
+
+
+def check_privacy(config: Config, task: Task, model: FlatModel, rows: Sequence[Tensor]) -> list[str]:
+    """Refuse what would void the guarantee, before anything is drawn; returns warnings."""
+    privacy, smallest = config.privacy, min(len(shard) for shard in rows)
+    if config.batch_size > smallest:
+        raise ConfigError(
+            f"batch_size = {config.batch_size} exceeds the smallest shard ({smallest}); lower it or use fewer learners"
+        )
+    warnings = checks.check_budget(
+        records=max(len(shard) for shard in rows),
+        delta=privacy.delta,
+        clip_norm=privacy.clip_norm,
+        sample_rate=config.batch_size / smallest,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        fitted=task.fitted,
+    )
+    if privacy.ledger is None and config.seed is None:
+        warnings.append(
+            "the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"
+        )
+    if privacy.ledger is not None and (config.data.partition != "site" or config.seed is not None):
+        raise ConfigError(
+            f'privacy.ledger = "{privacy.ledger}" needs data.partition = "site" and no seed: only then do records stay '
+            "with their site, and noise is spent for good; remove it or change those"
+        )
+    if (
+        privacy.ledger is not None
+        and privacy.dataset is None
+        and (":" in config.task or config.task.partition("/")[0] in ("table", "images"))
+    ):
+        raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
+    warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
+    if privacy.copies > 1 and task.augment is None:
+        raise ConfigError(
+            f'privacy.copies = {privacy.copies} needs augmentation, and task = "{config.task}" has none; set '
+            "options.augment = true where the data are images, or leave copies out"
+        )
+    stored, targets = task.train.inputs[:2].to(model.device), task.train.targets[:2].to(model.device)
+    warnings += checks.check_rows(task.prepare, task.augment, stored)
+    return warnings + checks.check_model(model.module, task.loss, task.prepare(stored), targets)
