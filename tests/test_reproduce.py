@@ -511,7 +511,7 @@ def test_a_slow_run_that_diverged_is_shown_as_such() -> None:
 
 @pytest.mark.processes
 def test_real_learners_race_in_real_time(tmp_path: Path) -> None:
-    choice = replace(QUICK, processes=True, epochs=0.6)
+    choice = replace(QUICK, processes=True, epochs=0.3)
     cells = [cell for cell in STUDIES["case2"].cells(choice) if cell.identity["variant"] == "slow"]
     records = run_all(cells, tmp_path, quiet=True, say=lambda _: None)
     for record in records:

@@ -65,7 +65,7 @@ def literal_algorithm_1(
 def test_the_simulator_is_algorithm_1(number: int, tmp_path: Path) -> None:
     draw = random.Random(number)
     learners = draw.randint(2, 9)
-    partner = draw.choice(config.PARTNERS)
+    partner, graph = draw.choice(config.PARTNERS), draw.choice(["ring", "complete", "star", "exponential"])
     settings = Config(
         task="quadratic",
         learners=learners,
@@ -74,7 +74,7 @@ def test_the_simulator_is_algorithm_1(number: int, tmp_path: Path) -> None:
         seed=number,
         device="cpu",
         options={"records": 20 * learners, "dimension": 2, "seed": number},
-        topology=Topology(graph=draw.choice(["ring", "complete", "star", "exponential"]), partner=partner),
+        topology=Topology(graph=graph if partner == "neighbour" else "ring", partner=partner),
         optimizer=Optimizer(lr=draw.uniform(0.01, 0.5)),
         speeds=draw.choice([Speeds(kind="log-normal", spread=1.0), Speeds(kind="random-slow", factor=3), Speeds()]),
     )

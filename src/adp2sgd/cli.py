@@ -414,6 +414,9 @@ def main() -> None:
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())  # type: ignore[attr-defined]
+            sys.exit(2)
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # wrong usage, found by typer
             _fail(f"{error.format_message()} (see --help)", 2)
         raise

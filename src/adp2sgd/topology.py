@@ -164,8 +164,15 @@ class Graph:
 
 def build(topology: config.Topology, learners: int, seed: int = 0) -> Graph:
     """The graph that a configuration asks for."""
-    if topology.graph == "edges":
-        edges: Iterable[Edge] = (_edge(i, j) for i, j in topology.edges)
+    if topology.partner == "sender-receiver":
+        if topology.graph != "ring":
+            raise ConfigError(
+                f'topology.partner = "sender-receiver" lets every sender meet every receiver, so graph = '
+                f'"{topology.graph}" would mean nothing; use graph = "ring" as the paper does, or partner = "neighbour"'
+            )
+        edges: Iterable[Edge] = (_edge(i, j) for i in range(0, learners, 2) for j in range(1, learners, 2))
+    elif topology.graph == "edges":
+        edges = (_edge(i, j) for i, j in topology.edges)
     elif topology.graph == "random-regular":
         edges = random_regular(learners, topology.degree, seed) if learners > 1 else ()
     elif topology.graph in GRAPHS:

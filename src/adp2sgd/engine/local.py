@@ -13,6 +13,7 @@ from typing import Any
 from adp2sgd.config import Config
 from adp2sgd.engine import learner_checkpoint
 from adp2sgd.engine.evaluate import average, consensus, evaluate
+from adp2sgd.engine.fit import check_fit
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.nursery import Nursery
 from adp2sgd.engine.observer import write_point
@@ -54,6 +55,7 @@ def train(
             return replace(run, folder=None)
     kept = _read_session(Folder.open(folder)) if resume else {}
     setup = prepare(config, kept.get("seed"))  # before the folder: a wrong task leaves nothing behind
+    check_fit(config, setup.task, setup.model)
     home = Folder.reopen(folder) if resume else Folder.create(folder, config)
     with closing(Nursery()) as nursery:
         supervisor = Supervisor(

@@ -19,7 +19,7 @@ from adp2sgd.data import shards
 from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
 from adp2sgd.device import AUTOCAST, compiled, tune
 from adp2sgd.engine.evaluate import evaluate
-from adp2sgd.engine.fit import check_fit, check_privacy
+from adp2sgd.engine.fit import check_privacy
 from adp2sgd.errors import ConfigError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
@@ -109,12 +109,8 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     steps_per_epoch = len(task.train) / config.batch_size
     rounds = math.ceil(config.epochs * steps_per_epoch / config.learners - 1e-9)
     target = max(1, rounds) * config.learners
-    notes: list[str] = []
-    if config.privacy.mode == "private":
-        notes = check_privacy(config, task, model, rows)
-    else:
-        check_fit(task, model)
-    return Setup(config, seed, device, task, rows, graph, model, steps_per_epoch, target, tuple(notes))
+    notes = tuple(check_privacy(config, task, model, rows)) if config.privacy.mode == "private" else ()
+    return Setup(config, seed, device, task, rows, graph, model, steps_per_epoch, target, notes)
 
 
 def pick_device(name: str) -> torch.device:

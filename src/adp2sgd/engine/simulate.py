@@ -23,6 +23,7 @@ from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint
 from adp2sgd.engine.evaluate import Metrics, average, consensus, evaluate
 from adp2sgd.engine.events import Event, Member, StepEnd, Turn
+from adp2sgd.engine.fit import check_fit
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
 from adp2sgd.engine.setup import Setup, finish, make_learner, prepare
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
@@ -71,6 +72,7 @@ def simulate(
     kind = Synchronous if config.algorithm == "sync" else Asynchronous
     saved = checkpoint.read(Folder.open(folder)) if resume else None
     setup = prepare(config, saved.seed if saved else None)  # before the folder: a wrong task leaves nothing behind
+    check_fit(config, setup.task, setup.model)
     home = Folder.reopen(folder) if resume else Folder.create(folder, config)
     if saved is not None and config.seed != home.settings.seed:
         raise ConfigError(f"seed = {config.seed}, but {folder} holds a run with seed = {home.settings.seed}; use that")
