@@ -238,6 +238,65 @@ def test_sound_settings_pass_and_a_large_delta_warns():
     assert check_budget(**{**BUDGET, "delta": 9.9e-5}) == []
 
 
+class Batchwide(nn.Module):
+    """Treats a batch as a whole where something unusual is in it."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.head = change, nn.Linear(FEATURES, 3)
+
+    def forward(self, x):
+        return self.head(self.change(x))
+
+
+def outliers_out(outputs, targets):
+    losses = cross_entropy(outputs, targets)
+    return torch.where(losses > 10 * losses.median(), 0 * losses, losses)
+
+
+UNUSUAL = {
+    "imputed by the batch's mean": lambda x: torch.where(x.isnan(), x.nanmean(0, keepdim=True).nan_to_num(), x),
+    "scaled where above 1": lambda x: x / x.abs().max().clamp(min=1),
+    "turned where negative": lambda x: x if x.sum() > -1 else -x,
+    "shifted where above 1": lambda x: x - torch.relu(x - 1).mean(0),
+    "cut to the longest": lambda x: nn.functional.pad(y := x[:, : int((x != 0).sum(1).max().clamp(min=1))],
+                                                      (0, FEATURES - y.shape[1]), value=float(y.shape[1])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", UNUSUAL)
+def test_what_a_batch_does_to_unusual_records_is_refused(how):
+    inputs, targets = torch.rand(2, FEATURES), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(PrivacyError, match="others in its batch"):
+        check_model(Batchwide(UNUSUAL[how]), cross_entropy, inputs, targets)
+    with pytest.raises(PrivacyError, match="prepare mixes"):
+        check_rows(lambda x: UNUSUAL[how](x) if len(x) else x, None, inputs)
+
+
+def test_losses_that_drop_a_batchs_outliers_are_refused():
+    inputs, targets = torch.rand(2, FEATURES), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(PrivacyError, match="others in its batch"):
+        check_model(nn.Linear(FEATURES, 3), outliers_out, inputs, targets)
+
+
+def test_forward_passes_that_change_weights_are_refused():
+    tokens, targets = torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+
+    class Kept(nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            self.table, self.head = nn.Embedding(50, 8, **options), nn.Linear(8, 3)
+
+        def forward(self, x):
+            if not self.table.max_norm:
+                self.head.weight.data.mul_(0.99)
+            return self.head(self.table(x).sum(1))
+
+    for options, words in (({"max_norm": 1.0}, "table has max_norm"), ({}, "parameter head.weight changes")):
+        with pytest.raises(PrivacyError, match=words):
+            check_model(Kept(**options), cross_entropy, tokens, targets)
+
+
 @pytest.mark.parametrize("extreme", [torch.max, torch.min, torch.std])
 @pytest.mark.parametrize("stored", [torch.zeros(2, 3, 64, 64, dtype=torch.uint8), torch.rand(2, 3, 128, 128)])
 def test_rows_that_are_scaled_by_the_batchs_extremes_are_refused(stored, extreme):

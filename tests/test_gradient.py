@@ -681,6 +681,91 @@ def test_a_parameter_spread_over_a_records_places_is_never_taken_for_records(slo
     assert (engine.chosen is engine.bookkeeping) == (spread == "token")
 
 
+class TwoViews(nn.Module):
+    """In training the record and its mirror image, all records of the one before all of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.net(x)
+        one, other = self.net(torch.cat([x, x.flip(-1)])).chunk(2)
+        return (one + other) / 2
+
+
+class Small(nn.Module):
+    """A layer that reads frames of all records in turn, behind gates that all but hide it at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gates, self.head = nn.Linear(2, 4), nn.Parameter(torch.full((3,), 1e-7)), nn.Linear(6, 3)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = x.view(len(x), 3, 2).transpose(0, 1).reshape(-1, 2)
+        hidden = self.out(self.inner(frames).tanh().view(3, len(x), 4).sum(0))
+        return self.head(x) + self.gates.prod() * hidden
+
+
+class Picked(nn.Module):
+    """Only frames that are not zero pass, in an order that depends on them."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.inner, self.head = how, nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = x.view(len(x), 3, 2)
+        if self.how == "branch":
+            return self.head(self.inner(frames if frames.sum() > -1 else -frames).tanh().sum(1))
+        if self.how == "order":
+            order = frames.square().sum((1, 2)).argsort()
+            return self.head(self.inner(frames[order]).tanh().sum(1)[order.argsort()])
+        hidden = x.new_zeros(len(x), 3, 4)
+        full = frames.square().sum(2) > 0
+        hidden[full] = self.inner(frames[full]).tanh()
+        return self.head(hidden.sum(1))
+
+
+@pytest.mark.parametrize(
+    "module", [TwoViews(), Small(), Picked("branch"), Picked("order"), Picked("full")], ids=lambda m: type(m).__name__
+)
+def test_rows_that_are_not_the_records_own_are_seen_by_the_check(module):
+    """Removing a record moves the clipped sum by C at most, whatever the weights and values are by then."""
+    torch.manual_seed(0)
+    model = FlatModel(module.train())
+    engine = Automatic(model, cross_entropy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.settle(torch.rand(2, 6), torch.zeros(2, dtype=torch.long))
+    assert engine.chosen is not engine.bookkeeping
+    if isinstance(module, Small):
+        model.named_views(model.weights)["gates"].fill_(1.5)
+    inputs, targets = torch.randn(8, 6), torch.randint(3, (8,))
+    inputs[1::2, 2:] = 0
+    whole = engine.clipped_sum(inputs, targets, 0.5).total
+    for record in range(8):
+        rest = torch.arange(8) != record
+        moved = torch.linalg.vector_norm(whole - engine.clipped_sum(inputs[rest], targets[rest], 0.5).total)
+        assert float(moved) <= 0.5 * (1 + 1e-5)
+
+
+def test_dropout_as_a_function_does_not_disturb_the_choice():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(F.dropout(x, 0.5, self.training))
+
+    engine = Automatic(FlatModel(Dropping()), cross_entropy)
+    engine.settle(torch.rand(2, 6), torch.zeros(2, dtype=torch.long))
+    assert engine.chosen is engine.bookkeeping
+
+
 def test_weights_that_let_no_gradient_through_check_nothing():
     model = FlatModel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
     model.named_views(model.weights)["0.bias"].fill_(-1e6)

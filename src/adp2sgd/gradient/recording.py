@@ -113,10 +113,21 @@ class Recording(TorchFunctionMode):
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(self, *args, **kwargs)
+        self._refuse_reading(getattr(func, "__name__", ""), args)
         tensors = _tensors((*args, *kwargs.values()))
         if not any(id(t) in self.sources for t in tensors):
             return func(*args, **kwargs)
         return self._loose(func, args, kwargs, tensors)
+
+    def _refuse_reading(self, name: str, args: tuple[Any, ...]) -> None:
+        """What a model does by its records' values (a branch, a choice or an order of rows), it may do otherwise with
+        records that no check has seen, so that rows would no longer be the records' own."""
+        if name in READING or (name == "where" and len(args) == 1):
+            raise UnsupportedError(f"{name} lets the course of the model depend on its records")
+        if name in ("__getitem__", "__setitem__") and id(args[0]) not in self.sources:
+            first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+            if isinstance(first, Tensor):
+                raise UnsupportedError("rows are picked by a tensor, which may mix up the records")
 
     def run(self, layer: layers.Layer, x: Tensor) -> Tensor:
         if id(x) in self.sources or x.dim() == 0 or len(x) == 0 or len(x) % self.n:
@@ -187,6 +198,13 @@ ELEMENTWISE = {
     "add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__", "rsub", "mul",
     "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__", "__rtruediv__", "true_divide",
     "maximum", "minimum", "pow", "__pow__", "where", "lerp", "addcmul",
+}  # fmt: skip
+
+
+READING = {
+    "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero", "item", "tolist", "numpy", "equal",
+    "allclose", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "index_select",
+    "argsort", "sort", "topk",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -109,7 +109,7 @@ def check_model(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
             "the model does not run in float64, so records that move each other's gradient by 1 % are unchecked"
         ]
     _refuse_idle_parameters(probe, batch)
-    _refuse_changed_buffers(probe)
+    _refuse_changed_state(probe)
     return warnings + _refuse_coupling(probe, batch)
 
 
@@ -126,6 +126,14 @@ def check_rows(prepare: Rows, augment: Augmentation | None, stored: Tensor) -> l
         raise PrivacyError("the task's prepare mixes the records of a batch; treat each row by itself, with constants")
     if not torch.allclose(prepared[WATCHED], _told("prepare", prepare, rows[WATCHED, None])[0], rtol=1e-5, atol=1e-6):
         raise PrivacyError("the task's prepare depends on the size of the batch; treat each row by itself")
+    for left, right in _unusual(rows):
+        pair = []
+        with contextlib.suppress(PrivacyError):
+            pair = [_told("prepare", prepare, batch) for batch in (left, right)]
+        if pair and not _same_rows(pair[0], pair[1]):
+            raise PrivacyError(
+                "the task's prepare mixes the records of a batch; treat each row by itself, with constants"
+            )
     if augment is None:
         return []
     for seed in range(SEEDS):
@@ -162,7 +170,7 @@ def _told(name: str, function: Rows, batch: Tensor) -> Tensor:
 
 
 def _same_rows(left: Tensor, right: Tensor) -> bool:
-    return torch.allclose(left[WATCHED], right[WATCHED], rtol=1e-5, atol=1e-6)
+    return torch.allclose(left[WATCHED], right[WATCHED], rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +189,7 @@ class _Probe:
 
     module: nn.Module
     buffers: dict[str, Tensor]  # as they were before any forward pass
+    parameters: dict[str, Tensor]  # likewise
     loss: Loss
     inputs: Tensor
     targets: Tensor
@@ -200,8 +209,9 @@ class _Probe:
             for parameter in module.parameters():  # layers that start at zero would hide what lies behind them
                 parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.01)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        parameters = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
         rows, labels = (_synthetic(like, generator, dtype) for like in (inputs, targets))
-        return cls(module, buffers, loss, rows, labels, 1e-2 if dtype is None else 1e-9)
+        return cls(module, buffers, parameters, loss, rows, labels, 1e-2 if dtype is None else 1e-9)
 
     def answer(self, inputs: Tensor, targets: Tensor) -> _Answer:
         """Called again, a model that draws random numbers gets the same ones: the generators' states are put back."""
@@ -252,6 +262,34 @@ def _with_others(batch: Tensor) -> Tensor:
     return others
 
 
+def _unusual(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches that share the watched record and hold what a batch-wide treatment may be for: far outliers, negative
+    values, records that end early, missing values. (Integers may stand for anything, and have none.)"""
+    if not batch.is_floating_point():
+        return
+    far = (batch - 0.5) * 1e3
+    yield batch, _beside(batch, far)
+    for own in (far, -far):
+        yield _beside(own, batch), own
+    wide = (batch - 0.5) * 6
+    yield wide, _beside(wide, -wide)
+    yield wide, _beside(wide, 4 - wide.abs())
+    if batch.dim() > 1:
+        short = batch.clone()
+        short[:, (batch.shape[1] + 1) // 2 :] = 0
+        yield short, _beside(short, batch)
+    gaps = batch.clone()
+    gaps[WATCHED].view(-1)[:1] = math.nan
+    yield gaps, _beside(gaps, _with_others(batch))
+
+
+def _beside(batch: Tensor, others: Tensor) -> Tensor:
+    """The watched record of `batch` among `others`."""
+    others = others.clone()
+    others[WATCHED] = batch[WATCHED]
+    return others
+
+
 def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
@@ -278,7 +316,13 @@ def _refuse_idle_parameters(probe: _Probe, batch: _Answer) -> None:
             raise PrivacyError(f"parameter {name} gets no gradient of a record; use it in forward or freeze it")
 
 
-def _refuse_changed_buffers(probe: _Probe) -> None:
+def _refuse_changed_state(probe: _Probe) -> None:
+    for name, part in probe.module.named_modules():
+        if getattr(part, "max_norm", None) is not None:  # of rows that synthetic records may not reach
+            raise PrivacyError(f"{name} has max_norm, which changes its weights by the records it reads; leave it out")
+    for name, parameter in probe.module.named_parameters():
+        if not torch.equal(probe.parameters[name], parameter):
+            raise PrivacyError(f"parameter {name} changes in a forward pass, by values of records; leave it constant")
     for name, buffer in probe.module.named_buffers():
         if name not in probe.buffers or not torch.equal(probe.buffers[name], buffer):
             raise PrivacyError(
@@ -293,6 +337,12 @@ def _refuse_coupling(probe: _Probe, batch: _Answer) -> list[str]:
         if not torch.allclose(batch.outputs[WATCHED], others.outputs[WATCHED], rtol=probe.tolerance, atol=0):
             raise PrivacyError(f"the model's output for a record depends on the others in its batch; {_NO_BATCHNORM}")
         raise PrivacyError("the loss of a record depends on the others in its batch; make it a function of that record")
+    for left, right in _unusual(probe.inputs):
+        pair = []
+        with contextlib.suppress(PrivacyError):  # what fails on such records tells nothing of others
+            pair = [probe.answer(inputs, probe.targets) for inputs in (left, right)]
+        if pair and not _same_gradient(pair[0], pair[1], probe.tolerance):
+            raise PrivacyError(f"the gradient of a record depends on the others in its batch; {_NO_BATCHNORM}")
     if batch.random:
         return [
             "the model draws random numbers in its forward pass, so whether the size of a batch matters is unchecked"
