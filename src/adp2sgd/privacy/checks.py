@@ -273,7 +273,6 @@ def _unusual(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield _beside(own, batch), own
     wide = (batch - 0.5) * 6
     yield wide, _beside(wide, -wide)
-    yield wide, _beside(wide, 4 - wide.abs())
     if batch.dim() > 1:
         short = batch.clone()
         short[:, (batch.shape[1] + 1) // 2 :] = 0
