@@ -47,6 +47,12 @@ class FlatModel:
     def device(self) -> torch.device:
         return self.weights.device
 
+    def load(self, state: Tensor) -> None:
+        """Take the weights, then the float buffers, of `state`; in private mode buffers are constants, not in it."""
+        self.weights.copy_(state[: len(self.weights)])
+        if len(state) > len(self.weights):
+            self.buffers.copy_(state[len(self.weights) :])
+
     def named_views(self, vector: Tensor) -> dict[str, Tensor]:
         """The pieces of `vector` (laid out like `weights`) by parameter name, as views."""
         return {piece.name: vector[piece.start : piece.end].view(piece.shape) for piece in self.slices}

@@ -134,9 +134,7 @@ class Learner:
         if self.budget is not None:
             self.budget.draw()
             self._streams("layers", self.steps).seed_layers(self._model.device)
-        self._model.weights.copy_(self.read[: len(self.weights)])
-        if len(self.buffers):
-            self._model.buffers.copy_(self.read[len(self.weights) :])
+        self._model.load(self.read)
         try:
             inputs, targets = self._batch()
             noise = self._streams("noise", self.steps)

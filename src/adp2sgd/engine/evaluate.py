@@ -25,9 +25,7 @@ class Metrics:
 @torch.no_grad()
 def evaluate(model: FlatModel, task: Task, state: Tensor, rows: Tensor | None = None) -> Metrics:
     """The model at `state` (weights, then float buffers) on the held-out records, or on some `rows` of them."""
-    model.weights.copy_(state[: len(model.weights)])
-    if len(state) > len(model.weights):  # in private mode the buffers are constants and do not travel
-        model.buffers.copy_(state[len(model.weights) :])
+    model.load(state)
     model.module.eval()
     records = task.test if rows is None else task.test.take(rows)
     loss, right, labels = 0.0, 0.0, 0

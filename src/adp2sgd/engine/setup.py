@@ -80,11 +80,8 @@ class Setup:
 
     def save_model(self, theta: Tensor, folder: Folder) -> None:
         """θ as model.safetensors, with everything that the module's `load_state_dict` asks for."""
-        model = self.model
-        model.weights.copy_(theta[: len(model.weights)])
-        if len(theta) > len(model.weights):
-            model.buffers.copy_(theta[len(model.weights) :])
-        tensors = {name: tensor.detach().clone() for name, tensor in model.module.state_dict().items()}
+        self.model.load(theta)
+        tensors = {name: tensor.detach().clone() for name, tensor in self.model.module.state_dict().items()}
         folder.save_tensors("model.safetensors", tensors, {"task": self.config.task, "options": self.config.options})
 
     def epoch(self, global_steps: int) -> float:

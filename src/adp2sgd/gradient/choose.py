@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from adp2sgd.errors import ConfigError, PrivacyError
@@ -23,6 +22,7 @@ from adp2sgd.gradient.engine import Clipped, Engine
 from adp2sgd.gradient.functional import Functional
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.gradient.rules import UnsupportedError
+from adp2sgd.privacy.checks import without_dropout
 from adp2sgd.task import Loss
 
 PROBE_RECORDS = 4  # none of them its own mirror image
@@ -118,7 +118,7 @@ class Automatic:
         """
         loss = partial(_unlike, self.loop.loss)
         for dtype, tolerance in ((torch.float64, 1e-6), (self.model.weights.dtype, 1e-2)):
-            twin = FlatModel(still(copy.deepcopy(self.model.module).to(dtype)), self.model.device)
+            twin = FlatModel(without_dropout(copy.deepcopy(self.model.module).train().to(dtype)), self.model.device)
             # Layers that start at zero would hide what lies behind them.
             twin.weights.add_(synthetic(twin.weights, len(twin.weights)).sub_(0.5), alpha=0.02)
             inputs, targets = (t.to(dtype) if t.is_floating_point() else t for t in (x, y))
@@ -182,21 +182,9 @@ def explain(model: FlatModel, loss: Loss, inputs: Tensor, targets: Tensor, *, co
 
 
 def _unlike(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss, in an own size for each row."""
+    """The loss, in an own size for each row: by its value, since the loop sees one record at a time."""
     losses = loss(outputs, targets)
-    # By the target's place in the batch the loop could not tell them apart: it sees one record at a time.
     return losses * (1 + (losses.detach() * 1e3).sin().square() * 3)
-
-
-def still(module: nn.Module) -> nn.Module:
-    """The module as it is in a step, but for the dropout of its layers."""
-    module.train()
-    for part in module.modules():
-        if isinstance(part, _DropoutNd):
-            part.p = 0.0
-        elif isinstance(getattr(part, "dropout", None), float):  # recurrent layers and attention
-            part.dropout = 0.0  # type: ignore[assignment]
-    return module
 
 
 class WithoutDropout(TorchFunctionMode):

@@ -113,6 +113,16 @@ def check_model(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
     return warnings + _refuse_coupling(probe, batch)
 
 
+def without_dropout(module: nn.Module) -> nn.Module:
+    """The module, whose layers drop nothing any more."""
+    for part in module.modules():
+        if isinstance(part, _DropoutNd):
+            part.p = 0.0
+        elif isinstance(getattr(part, "dropout", None), float):  # recurrent layers and attention
+            part.dropout = 0.0  # type: ignore[assignment]
+    return module
+
+
 def check_rows(prepare: Rows, augment: Augmentation | None, stored: Tensor) -> list[str]:
     """Refuse a `prepare` or `augment` in which one record touches another's row; returns warnings.
 
@@ -198,12 +208,7 @@ class _Probe:
     @classmethod
     def of(cls, module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, dtype: torch.dtype | None) -> _Probe:
         """In `dtype`, or as the module and its inputs are."""
-        module = copy.deepcopy(module).train().to(dtype)
-        for part in module.modules():
-            if isinstance(part, _DropoutNd):
-                part.p = 0.0
-            elif isinstance(getattr(part, "dropout", None), float):  # recurrent layers and attention
-                part.dropout = 0.0  # type: ignore[assignment]
+        module = without_dropout(copy.deepcopy(module).train().to(dtype))
         generator = Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in module.parameters():  # layers that start at zero would hide what lies behind them
