@@ -272,7 +272,7 @@ def privacy_steps(
     adjacency: Adjacency = "add-remove",
     json: Json = False,
 ) -> None:
-    """The most steps that stay within ε."""
+    """The most steps that stay within ε; 10¹² where even so many do."""
     from adp2sgd.privacy import accountant
     from adp2sgd.privacy.calibrate import steps_for
     from adp2sgd.privacy.mechanism import SampledGaussian

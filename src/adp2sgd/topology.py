@@ -142,10 +142,12 @@ class Graph:
         return pairs
 
     def expected_square(self) -> Matrix:
-        """E[AᵀA] of one exchange, exactly. A pair's matrix is a projection, so AᵀA = A."""
+        """E[AᵀA] of one exchange, exactly. A pair's matrix is a projection, so AᵀA = A; it differs from the identity in
+        four places."""
         expected = np.eye(self.learners)
         for (i, j), probability in self.pair_probabilities().items():
-            expected += probability * (mixing_matrix(self.learners, i, j) - np.eye(self.learners))
+            expected[[i, j], [i, j]] -= probability / 2
+            expected[[i, j], [j, i]] += probability / 2
         return expected
 
     @cached_property

@@ -64,9 +64,11 @@ def steps_for(
     adjacency: str = ADD_REMOVE,
     before: Composed = NOTHING,
 ) -> int:
-    """The most steps after `before` that stay within `epsilon`; 0 where not even one does.
+    """The most steps after `before` that stay within `epsilon`; 0 where not even one does, and `MOST_STEPS` where so
+    many do: nobody takes more.
 
-    Guarantee: the accountant's ε is at most `epsilon` after that many steps, and above it after one more.
+    Guarantee: the accountant's ε is at most `epsilon` after that many steps and, below `MOST_STEPS`, above it after one
+    more.
     """
     _check_target(epsilon, delta)
     mechanism = SampledGaussian(noise_multiplier, sample_rate)
