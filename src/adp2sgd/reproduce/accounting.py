@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,11 @@ def cells(choice: Choice) -> list[Cell]:
     """Nothing is trained; the quick form leaves out the tables that take longest."""
     names = QUICK if choice.quick else tuple(TABLES)
     form = {"form": "quick" if choice.quick else ""}
-    return [Cell(study="privacy", identity={**form, "table": name}, measure=_Table(name)) for name in names]
+    return [Cell(study="privacy", identity={**form, "table": name}, measure=partial(_table, name)) for name in names]
 
 
-class _Table:
-    """Picklable: a table by name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, scratch: Path, quiet: bool) -> dict[str, Any]:
-        return {"delta": DELTA, "rows": TABLES[self.name]()}
+def _table(name: str, scratch: Path, quiet: bool) -> dict[str, Any]:
+    return {"delta": DELTA, "rows": TABLES[name]()}
 
 
 def spent(noise: float, rate: float = RATE, steps: int = STEPS, accountant: str = "pld") -> float:

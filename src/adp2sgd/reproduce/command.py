@@ -36,7 +36,6 @@ def reproduce(
         if not quiet:
             print(text, file=sys.stderr, flush=True)
 
-    fresh = any(not cell.path(out).exists() for cell in cells)
     before = sum(cell.path(out).exists() for cell in cells)
     if before:
         say(f"{before} of {len(cells)} cells were finished before, in {out}; another --out measures them anew")
@@ -46,7 +45,7 @@ def reproduce(
     else:
         for table in study.tables(records):
             print(render.markdown(table), end="\n\n")
-    if fresh:
+    if write_docs or before < len(cells):
         say(f"written: {render.write_page(name, out)}")
     if write_docs:
         page = experiments().parent / "docs" / "reproduction.md"

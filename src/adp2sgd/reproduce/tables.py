@@ -92,7 +92,7 @@ def accuracy_table(title: str, records: Sequence[Record]) -> list[Table]:
         digits = 3 if family == "speech" else 2
         ours = quality(sync), quality(asynchronous)
         gap = None if None in ours else ours[1] - ours[0]  # type: ignore[operator]
-        row = [key.title, f"{key.letter} = {key.noise:g}", f"{key.epochs:g}", str(key.seed)]
+        row = [key.title, _noise(key), f"{key.epochs:g}", str(key.seed)]
         row += [_text(each, digits) for each in published]
         row += [shown(sync), shown(asynchronous), "–" if gap is None else signed(gap, digits)]
         row += [shown(sync, "accuracy_recomputed"), shown(asynchronous, "accuracy_recomputed"), _single(asynchronous)]
@@ -140,7 +140,7 @@ def slow_table(records: Sequence[Record]) -> list[Table]:
             row = [*_start(key), algorithm, *(_text(each, 1) for each in times), _text(slow_down, 3)]
             row += [f"{balanced(record):.3f}", shown(even[algorithm]), shown(record), _shares(record)]
             rows.append(row)
-    columns = ["model", "learners", "σ", "epochs", "seed", "algorithm", "seconds, all equal", "seconds, one slow"]
+    columns = ["model", "learners", "noise", "epochs", "seed", "algorithm", "seconds, all equal", "seconds, one slow"]
     columns += ["slow-down", "perfect balancing", "quality, all equal", "quality, one slow", "steps: slow one, others"]
     steps = Table(title="A slow learner: time for the same number of steps", columns=columns, rows=rows)
     return [_without_empty(steps), *_race_table(pairs)] if rows else []
@@ -156,7 +156,11 @@ def _shares(record: Record) -> str:
 
 
 def _start(key: Setting) -> list[str]:
-    return [key.title, key.engine or "simulated", f"{key.noise:g}", f"{key.epochs:g}", str(key.seed)]
+    return [key.title, key.engine or "simulated", _noise(key), f"{key.epochs:g}", str(key.seed)]
+
+
+def _noise(key: Setting) -> str:
+    return f"{key.letter} = {key.noise:g}"
 
 
 def _race_table(pairs: dict[Setting, dict[str, Record]]) -> list[Table]:
@@ -167,7 +171,7 @@ def _race_table(pairs: dict[Setting, dict[str, Record]]) -> list[Table]:
             row = [*_start(key), found.quality]
             row += [f"{found.sync_s:.1f}", f"{found.adpsgd_s:.1f}", f"{found.speed_up:.2f}", f"{found.ideal:.2f}"]
             rows.append([*row, f"{found.share:.0%}"])
-    columns = ["model", "learners", "σ", "epochs", "seed", "quality", "SYNC, seconds", "async, seconds", "speed-up"]
+    columns = ["model", "learners", "noise", "epochs", "seed", "quality", "SYNC, seconds", "async, seconds", "speed-up"]
     columns += ["ideal speed-up", "share of it"]
     title = f"A slow learner: time to a quality {SHORT:.0%} short of the lower of both runs' best"
     return [Table(title=title, columns=columns, rows=rows)] if rows else []
@@ -248,9 +252,9 @@ def balanced(record: Record) -> float:
 def case3_table(records: Sequence[Record]) -> list[Table]:
     rows = []
     for key, pair in pairs_of(records).items():
-        row = [key.title, key.variant, f"{key.noise:g}", f"{key.epochs:g}", str(key.seed)]
+        row = [key.title, key.variant, _noise(key), f"{key.epochs:g}", str(key.seed)]
         rows.append([*row, shown(pair.get("sync")), shown(pair.get("adpsgd"))])
-    columns = ["model", "batch and learning rate", "σ", "epochs", "seed", "SYNC", "async"]
+    columns = ["model", "batch and learning rate", "noise", "epochs", "seed", "SYNC", "async"]
     return [Table(title="Batch and learning rate doubled, small noise", columns=columns, rows=rows)]
 
 

@@ -117,7 +117,9 @@ def cell(
         checkpoint_every=_checkpoint_every(base, epochs),
         speeds=speeds.replace(pad=choice.processes, step_s=_nominal(choice)),
     )
-    settings = _private(settings, noise) if choice.private else settings.replace(privacy=_noise(noise))
+    settings = (
+        _private(settings, noise) if choice.private else settings.replace(privacy=Privacy(mode="paper", sigma=noise))
+    )
     if large_batch:
         settings = doubled(settings)
     named = QUICK_MODELS[paper.family(model)] if choice.quick else model
@@ -171,10 +173,6 @@ def _nominal(choice: Choice) -> float:
     if not choice.processes:
         return 1.0
     return 0.1 if choice.quick else 0.125
-
-
-def _noise(sigma: float) -> Privacy:
-    return Privacy(mode="paper", sigma=sigma)
 
 
 def _private(settings: Config, noise_multiplier: float) -> Config:
