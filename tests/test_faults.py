@@ -232,6 +232,19 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_is_used(tmp_path:
     assert run.global_steps >= 240
 
 
+def test_sync_goes_on_from_checkpoints_of_different_rounds(tmp_path: Path) -> None:
+    """One learner has lost its checkpoint, and so counts fewer steps: all must still end after the same round."""
+    settings = SHORT.replace(algorithm="sync")
+    interrupted(settings, tmp_path / "run", at_step=40)
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        (tmp_path / "run/learner-1" / name).unlink(missing_ok=True)
+    run = train(settings, tmp_path / "run", resume=True)
+    assert run.global_steps >= 240
+    assert run.overshoot <= 6
+    assert run.consensus < 1e-12
+    assert [each.state for each in run.learners] == ["ended"] * 3
+
+
 def test_a_lost_learner_ends_a_sync_run_with_one_clear_error(tmp_path: Path) -> None:
     settings = SHORT.replace(algorithm="sync")
     faults = Faults().kill(learner=1, at_step=20)

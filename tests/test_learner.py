@@ -80,6 +80,10 @@ def test_mixed_dtypes_are_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(ValueError, match="one dtype"):
         FlatModel(module)
+    shifted = nn.Linear(2, 2)
+    shifted.register_buffer("mean", torch.zeros(2, dtype=torch.float64))  # beside float32 weights
+    with pytest.raises(ValueError, match=r"parameters are torch.float32, its buffers torch.float64"):
+        FlatModel(shifted)
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01}])

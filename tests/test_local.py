@@ -22,13 +22,14 @@ from adp2sgd.config import Config, Optimizer, Privacy, Speeds, Topology
 from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate
 from adp2sgd.engine.evaluate import average, consensus
-from adp2sgd.engine.exchanger import Exchanger, Place
+from adp2sgd.engine.exchanger import OBSERVER, Exchanger, Place
+from adp2sgd.engine.keeper import Keeper
 from adp2sgd.engine.liveview import _Lines, row
 from adp2sgd.engine.local import train
 from adp2sgd.engine.observer import Observer
 from adp2sgd.engine.setup import prepare
 from adp2sgd.engine.worker import Worker
-from adp2sgd.errors import ConfigError, DivergedError
+from adp2sgd.errors import ConfigError, DivergedError, RunError
 from adp2sgd.exchange.protocol import MESSAGES
 from adp2sgd.exchange.shared import SLOTS, Inbox, Layout, Memory, Outbox, Post, decode, encode
 from adp2sgd.progress import Count
@@ -138,6 +139,41 @@ def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus() -> Non
     assert float(torch.stack([learner.state for learner in members]).var(dim=0).mean()) < 0.1 * spread
     for post, descriptor in zip(posts, descriptors, strict=True):
         post.close()
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("then", ["look", "leave"])
+def test_what_an_exchange_still_needs_is_not_overwritten(then: str) -> None:
+    """A look at the responder arrives before the commit that uses its slot; or the initiator leaves right after it."""
+    members, token = [make_learner(0), make_learner(1)], os.urandom(4).hex()
+    layout = Layout(len(members[0].state), members[0].state.dtype)
+    descriptors = [layout.create(k) for k in (0, 1)]
+    posts, observer = [Post(token, str(k)) for k in (0, 1)], Post(token, OBSERVER)
+    places = [Place(learner=k, start=0, token=token, descriptors=descriptors) for k in (0, 1)]
+    sides = [Exchanger(places[k], members[k], posts[k], target_steps=10**9, report=dict) for k in (0, 1)]
+
+    def work(k: int) -> None:
+        for data in posts[k].receive():
+            sides[k]._handle(decode(data))
+
+    members[0].state.fill_(0.0)
+    members[1].state.fill_(1.0)
+    sides[0].want(1)
+    sides[0]._begin()
+    work(1)  # answers with its snapshot
+    members[1].state.add_(10.0)  # its training goes on
+    if then == "look":
+        observer.send("1", json.dumps({"do": "show", "number": 1}).encode())
+    work(0)  # commits, mixes, releases the responder's slot
+    if then == "leave":
+        slot = sides[0].leave()
+        assert torch.equal(Memory(descriptors[0], layout).slots[slot], members[0].state)
+    work(1)
+    assert torch.equal(members[0].state + members[1].state, torch.full_like(members[0].state, 11.0))
+    assert sides[1].exchange.tally.completed == 1
+    for each in (*posts, observer):
+        each.close()
+    for descriptor in descriptors:
         os.close(descriptor)
 
 
@@ -374,6 +410,96 @@ def test_spent_budgets_end_the_run_and_the_learners_go_on_averaging_until_then(t
         assert each.epsilon_spent == pytest.approx(each.epsilon)
         assert each.epsilon <= 1.0
     assert run.guarantee["epsilon"] <= 1.0
+
+
+def breaking_blobs() -> Task:
+    """Blobs whose loss raises in the 21st gradient, as a model does for which memory runs out."""
+    plain, calls = resolve("blobs", {"records": 400}), itertools.count(1)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and next(calls) > 20:
+            raise RuntimeError("out of memory, say")
+        return cross_entropy(outputs, targets)
+
+    return Task(model=plain.model, train=plain.train, test=plain.test, loss=loss)
+
+
+def test_a_model_that_breaks_ends_a_sync_run(tmp_path: Path) -> None:
+    settings = Config(task="test_local:breaking_blobs", algorithm="sync", learners=2, epochs=50, seed=0, device="cpu")
+    with pytest.raises(RunError, match=r"learner \d was lost after \d+ steps \(exit code 1\); SYNC cannot go on"):
+        train(settings, tmp_path / "run")
+
+
+@pytest.mark.parametrize("algorithm", ["adpsgd", "sync"])
+def test_a_run_that_diverges_in_its_last_steps_is_no_success(algorithm: str, tmp_path: Path) -> None:
+    """So few and quick steps that no look at the norms falls before the end."""
+    settings = Config(
+        task="quadratic", algorithm=algorithm, learners=2, epochs=0.6, seed=0, device="cpu",
+        optimizer=Optimizer(lr=1e200),
+    )  # fmt: skip
+    with pytest.raises(DivergedError, match=r"learner \d diverged at its step"):
+        train(settings, tmp_path / "run")
+
+
+def test_the_keeper_writes_the_snapshot_and_survives_a_look_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state itself may be half-summed, as within an all-reduce; and the second model may find no memory."""
+    learner, whole = make_learner(0), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    learner.state.fill_(99.0)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("adp2sgd.engine.keeper.evaluate", fail)
+    (tmp_path / "run").mkdir()
+    folder = Folder(tmp_path / "run")
+    setup = SimpleNamespace(task=learner._task, device="cpu", seed=0)
+    keeper = Keeper(setup, learner, folder, {"start": 0}, snapshot=whole.clone)  # type: ignore[arg-type]
+    keeper.start()
+    keeper.evaluate()
+    deadline = time.monotonic() + 10
+    while keeper.trouble is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert keeper.trouble == "its own looks at held-out records fail (OutOfMemoryError)"
+    keeper.log([{"step": 1}])
+    keeper.checkpoint()
+    while not (tmp_path / "run/learner-0/checkpoint.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    keeper.close(checkpoint=False)
+    assert torch.equal(load_file(tmp_path / "run/learner-0/checkpoint.safetensors")["weights"], whole)
+    assert (tmp_path / "run/learner-0/events.jsonl").read_text() == '{"step": 1}\n'
+
+
+def masked_blobs() -> Task:
+    """Blobs behind a dropout layer that leaves its first mask of each process in the working folder."""
+    plain = resolve("blobs", {"records": 400})
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.drop = plain.model(), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                name = Path(os.environ["ADP2SGD_TEST_MASKS"]) / str(os.getpid())
+                mask = self.drop(torch.ones(64))
+                if not name.exists():
+                    name.write_text(str(mask.tolist()))
+            return self.inner(self.drop(x))  # type: ignore[no-any-return]
+
+    return Task(model=Masked, train=plain.train, test=plain.test)
+
+
+def test_learners_draw_masks_of_their_own_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    monkeypatch.setenv("ADP2SGD_TEST_MASKS", str(masks))
+    settings = Config(task="test_local:masked_blobs", learners=3, epochs=1, seed=0, device="cpu")
+    train(settings, tmp_path / "run")
+    found = [path.read_text() for path in masks.iterdir()]
+    assert len(found) == len(set(found)) == 3
+    assert simulate(settings).loss == simulate(settings).loss  # two runs of one process do not share their masks
 
 
 def test_the_command_shows_plain_lines_and_prints_json(tmp_path: Path) -> None:

@@ -46,10 +46,9 @@ def test_nobody_may_report_for_me_and_implausible_counts_are_refused() -> None:
     assert mine.refused == 1
 
 
-def test_all_stopped_looks_at_the_newest_start_of_each_learner() -> None:
-    view = Progress(0)
-    view.stop()
-    view.merge({(1, 0): Count(3, True), (1, 1): Count(1, False)})
-    assert not view.all_stopped
-    view.merge({(1, 1): Count(2, True)})
-    assert view.all_stopped
+def test_restored_counts_hide_nothing_that_was_heard_meanwhile() -> None:
+    view = Progress(0, 1)
+    view.merge({(1, 0): Count(500)})
+    view.restore({(0, 0): Count(100), (0, 1): Count(3), (1, 0): Count(90)})
+    assert {key: count.steps for key, count in view.counts().items()} == {(0, 1): 3, (0, 0): 100, (1, 0): 500}
+    assert view.total == 603

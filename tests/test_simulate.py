@@ -419,6 +419,20 @@ def test_a_run_without_a_folder_promises_nothing(quadratic_config: Config) -> No
     assert "--resume" not in str(caught.value)
 
 
+def test_ctrl_c_in_the_last_evaluations_waits_for_the_result(
+    quadratic_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated = Simulation._learner_results
+
+    def press(simulation: Simulation) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluated(simulation)
+
+    monkeypatch.setattr(Simulation, "_learner_results", press)
+    run = simulate(quadratic_config.replace(checkpoint_every=0), tmp_path / "run")
+    assert run == read_result(tmp_path / "run")
+
+
 def test_a_finished_run_is_not_run_again(quadratic_config: Config, tmp_path: Path) -> None:
     simulate(quadratic_config, tmp_path / "run")
     with pytest.raises(RunError, match="finished"):

@@ -86,6 +86,10 @@ class Recorded:
     def __call__(self, *tensors: Tensor) -> Any:
         if not tensors[0].is_cuda or self._failed:
             return self._work(*tensors)
+        with torch.cuda.device(tensors[0].device):  # on another one a graph would be recorded that is empty
+            return self._replayed(tensors)
+
+    def _replayed(self, tensors: tuple[Tensor, ...]) -> Any:
         shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if shape not in self._graphs:
             self._seen[shape] += 1
@@ -134,6 +138,16 @@ def repeatable(module: nn.Module, loss: Callable[..., Any]) -> bool:
     `repeatable = True`."""
     return all(_known(type(part)) or getattr(part, "repeatable", False) for part in module.modules()) and (
         _known(loss) or _known(type(loss)) or getattr(loss, "repeatable", False)
+    )
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether layers may take random numbers: dropout does, and of code that is not torch's or ours nobody knows."""
+    return any(
+        isinstance(part, (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
+        or getattr(part, "dropout", 0.0) != 0.0
+        or not _known(type(part))
+        for part in module.modules()
     )
 
 

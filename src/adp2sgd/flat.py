@@ -35,6 +35,10 @@ class FlatModel:
         buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
         self.weights, self.slices = _pack({name: p.detach() for name, p in parameters.items()}, device)
         self.buffers, self.buffer_slices = _pack(buffers, device, self.weights.dtype)
+        if self.weights.dtype != self.buffers.dtype:  # they travel as one vector
+            raise ConfigError(
+                f"the model's parameters are {self.weights.dtype}, its buffers {self.buffers.dtype}; give all one dtype"
+            )
         self.grad = torch.zeros_like(self.weights)
         for piece in self.slices:
             parameter = parameters[piece.name]

@@ -24,7 +24,7 @@ from adp2sgd import config
 from adp2sgd.data.batches import Batches
 from adp2sgd.data.feed import feed
 from adp2sgd.data.records import Records
-from adp2sgd.device import SETTLED
+from adp2sgd.device import SETTLED, draws
 from adp2sgd.errors import Adp2sgdError, RunError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import Gradient, GradientStep, PrivateStep
@@ -86,6 +86,7 @@ class Learner:
         self._steps_per_epoch = steps_per_epoch
         self._streams = streams
         self._copies = copies
+        self._draws = budget is not None or draws(model.module)
         self._blank = (records.inputs[:0].clone(), records.targets[:0].clone())  # shapes and types
         self._mutex = threading.Lock()
         size = len(self.state)
@@ -133,6 +134,7 @@ class Learner:
         """The mean gradient at ŵ over a fresh batch, privatized in private mode; charged to the budget first."""
         if self.budget is not None:
             self.budget.draw()
+        if self._draws:
             self._streams("layers", self.steps).seed_layers(self._model.device)
         self._model.load(self.read)
         try:

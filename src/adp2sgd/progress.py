@@ -57,25 +57,19 @@ class Progress:
         with self._mutex:
             return dict(self._counts)
 
-    @property
-    def all_stopped(self) -> bool:
-        """Whether the newest start of every learner heard of has stopped."""
-        counts = self.counts()
-        newest: dict[int, Key] = {}
-        for key in counts:
-            newest[key[0]] = max(newest.get(key[0], key), key)
-        return all(counts[key].stopped for key in newest.values())
-
     def restore(self, counts: Mapping[Key, Count]) -> None:
-        """Take over the counts of a checkpoint, the own one included."""
-        self._counts = dict(counts)
-        self._counts.setdefault(self.own, Count())
-        self.total = sum(count.steps for count in self._counts.values())
+        """Take over the counts of a checkpoint, the own one included; what was heard since stays."""
+        with self._mutex:
+            for key, count in counts.items():
+                self._raise(key, count)
 
     def _merge_one(self, key: Key, count: Count) -> None:
         if self._limit is not None and count.steps > self._limit:
             self.refused += 1
             return
+        self._raise(key, count)
+
+    def _raise(self, key: Key, count: Count) -> None:
         before = self._counts.get(key, Count())
         self._set(key, Count(max(before.steps, count.steps), before.stopped or count.stopped))
 

@@ -184,7 +184,7 @@ class Folder:
         whole = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
         with self.replacing(name) as part:
             try:
-                save_file(whole, part, metadata={"adp2sgd": json.dumps(metadata)})
+                save_file(whole, part, metadata={"adp2sgd": json.dumps(metadata, default=str)})
             except SafetensorError as error:  # its way to tell of a full disk
                 raise OSError(errno.EIO, str(error)) from None
 

@@ -15,6 +15,10 @@ from adp2sgd.errors import LedgerError
 from adp2sgd.progress import Count
 
 
+class StrandedError(Exception):
+    """The connection to another learner broke within an all-reduce."""
+
+
 class SyncWorker(Worker):
     """One learner of SYNC. One whose budget is spent takes part with unchanged weights.
 
@@ -37,19 +41,19 @@ class SyncWorker(Worker):
             self.learner.read.copy_(self.learner.state)
             while self._round():
                 pass
-        except RuntimeError as error:  # the connection to another learner broke: the supervisor knows to which
+        except StrandedError as error:  # the supervisor knows who was lost
             self.notes.append(f"left alone in an all-reduce ({str(error).splitlines()[0][:80]})")
             self.state = "stranded"
             self.exchanger.over.wait()
         finally:
             distributed.destroy_process_group()
 
-    def snapshot(self, out: Tensor) -> Tensor:
+    def snapshot(self, out: Tensor | None = None) -> Tensor:
         """The model that all learners had after the last round: the state itself is half-summed within an all-reduce.
 
         Without the mutex: a copy that a new round overtakes holds coordinates of two rounds in a row.
         """
-        return out.copy_(self.learner.read)
+        return self.learner.read.clone() if out is None else out.copy_(self.learner.read)
 
     def _round(self) -> bool:
         """One step of everybody. False when the run ends after it."""
@@ -57,6 +61,7 @@ class SyncWorker(Worker):
         began = time.monotonic()
         stepped = self._descend(began)
         self._average()
+        self._note_exchange()
         steps, over, able = self._agree()
         self.learner.read.copy_(self.learner.state)
         if stepped:
@@ -82,21 +87,36 @@ class SyncWorker(Worker):
 
     def _average(self) -> None:
         """Sum, then divide by K, as the paper's SYNC does."""
-        state = self.learner.state
-        distributed.all_reduce(state)
-        state.div_(self.config.learners)
+        _all_reduce(self.learner.state)
+        self.learner.state.div_(self.config.learners)
+
+    def _note_exchange(self) -> None:
         tally, world = self.exchanger.exchange.tally, self.config.learners
         tally.completed += 1
-        tally.bytes_sent += 2 * state.nbytes * (world - 1) // world
+        tally.bytes_sent += 2 * self.learner.state.nbytes * (world - 1) // world
 
     def _agree(self) -> tuple[int, bool, bool]:
-        """The global step count, whether somebody was told to end, and whether somebody can still step."""
-        me, world = self.place.learner, self.config.learners
-        own = self.learner.progress.counts()[self.learner.progress.own].steps
-        facts: Tensor = torch.zeros(world + 2, dtype=torch.int64)
-        facts[me], facts[world], facts[world + 1] = own, int(self.exchanger.over.is_set()), int(self.learner.may_step)
+        """The global step count, whether somebody was told to end, and whether somebody can still step.
+
+        All must come to the same answer; but after a resume some may have older checkpoints, and so count fewer steps
+        of earlier starts. The most that anybody counts is right.
+        """
+        me, world, progress = self.place.learner, self.config.learners, self.learner.progress
+        counts = progress.counts()
+        now = [counts.get((k, self.place.start), Count()).steps for k in range(world)]
+        facts: Tensor = torch.zeros(2 * world + 2, dtype=torch.int64)
+        facts[me], facts[world + me] = now[me], progress.total - sum(now)
+        facts[-2], facts[-1] = int(self.exchanger.over.is_set()), int(self.learner.may_step)
         facts = facts.to(self.setup.device)
-        distributed.all_reduce(facts)
-        *steps, over, able = facts.tolist()
-        self.learner.progress.merge({(k, self.place.start): Count(steps[k]) for k in self.place.others})
-        return self.learner.progress.total, bool(over), bool(able)
+        _all_reduce(facts)
+        *both, over, able = facts.tolist()
+        steps, earlier = both[:world], both[world:]
+        progress.merge({(k, self.place.start): Count(steps[k]) for k in self.place.others})
+        return sum(steps) + max(earlier), bool(over), bool(able)
+
+
+def _all_reduce(tensor: Tensor) -> None:
+    try:
+        distributed.all_reduce(tensor)
+    except RuntimeError as error:
+        raise StrandedError(str(error)) from error

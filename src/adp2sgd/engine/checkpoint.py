@@ -61,7 +61,8 @@ def read(folder: Folder) -> Saved:
 
 def restore(simulation: Simulation, saved: Saved) -> None:
     """Put a fresh simulation where the checkpoint left off."""
-    facts, tensors = saved.facts, saved.tensors
+    facts, device = saved.facts, simulation.setup.device
+    tensors = {name: tensor.to(device) for name, tensor in saved.tensors.items()}
     simulation.time, simulation.order = facts["time"], facts["order"]
     simulation.global_steps = facts["global_steps"]
     simulation.curve[:] = [Point(**point) for point in facts["curve"]]

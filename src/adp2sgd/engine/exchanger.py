@@ -110,9 +110,12 @@ class Exchanger(threading.Thread):
         self.join()
         os.close(self._bell)
 
-    def leave(self) -> None:
-        """Put the last model where the supervisor finds it. After `close`."""
-        self._learner.snapshot(self._outbox.memory.slots[0])
+    def leave(self) -> int:
+        """Put the last model where the supervisor finds it: into the slot that is returned. After `close`."""
+        while not self._outbox.free:  # partners may still read what they were sent
+            time.sleep(0.01)
+        self._outbox.take()
+        return self._outbox.slot
 
     def run(self) -> None:
         poll = select.poll()
@@ -173,8 +176,12 @@ class Exchanger(threading.Thread):
         self._outbox.memory.open = isinstance(self.exchange.current, Answer)
         if datagram.slot != NO_SLOT:
             self._inbox.memory(message.sender).release(datagram.slot, datagram.sequence)
+        if isinstance(reply, Answer):
+            self._outbox.kept = self._outbox.slot
         if reply is not None and not self._deliver(reply) and isinstance(reply, Answer):
             self.exchange.current = None  # the initiator is gone and knows of nothing
+        if not isinstance(self.exchange.current, Answer):
+            self._outbox.kept = NO_SLOT
         if not self.exchange.occupied:
             self._idle.set()
 
@@ -239,6 +246,7 @@ class Exchanger(threading.Thread):
         elif current is not None and now > self._expires:
             self.exchange.expire()
             self._outbox.memory.open = False
+            self._outbox.kept = NO_SLOT
             self._seen = None
             self._idle.set()
         if now >= self._next_beat:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from adp2sgd.engine import learner_checkpoint
 from adp2sgd.engine.evaluate import Metrics, evaluate
@@ -22,7 +25,10 @@ PACE_S = 0.5  # between two writes of the events
 class Keeper(threading.Thread):
     """`evaluate` and `checkpoint` only leave a note; the thread does the work. `trouble` says what it could not do."""
 
-    def __init__(self, setup: Setup, learner: Learner, folder: Folder, facts: dict[str, Any]) -> None:
+    def __init__(
+        self, setup: Setup, learner: Learner, folder: Folder, facts: dict[str, Any], snapshot: Callable[[], Tensor]
+    ) -> None:
+        """`snapshot` gives a copy of the learner's model, whatever it is doing."""
         super().__init__(name="keeper", daemon=True)
         self.metrics: Metrics | None = None
         self.trouble: str | None = None
@@ -30,14 +36,15 @@ class Keeper(threading.Thread):
         self._learner = learner
         self._folder = folder
         self._facts = facts
-        self._lines: list[str] = []
+        self._snapshot = snapshot
+        self._lines: deque[str] = deque()  # the training thread appends, this one takes
         self._due = {"evaluate": False, "checkpoint": False}
         self._wake = threading.Event()
         self._closing = False
         self._model: FlatModel | None = None
 
     def log(self, events: list[dict[str, Any]]) -> None:
-        self._lines += [json.dumps(event) for event in events]
+        self._lines.extend([json.dumps(event) for event in events])
 
     def evaluate(self) -> None:
         self._due["evaluate"] = True
@@ -66,10 +73,13 @@ class Keeper(threading.Thread):
                 self._write_checkpoint()
             if self._due["evaluate"] and not self._closing:
                 self._due["evaluate"] = False
-                self._look()
+                try:
+                    self._look()
+                except Exception as error:  # out of memory, say; its text may hold values of records
+                    self.trouble = f"its own looks at held-out records fail ({type(error).__name__})"
 
     def _write_events(self) -> None:
-        lines, self._lines = self._lines, []
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
         if lines:
             try:
                 with (self._folder.learner(self._learner.number) / "events.jsonl").open("a", encoding="utf-8") as file:
@@ -81,7 +91,7 @@ class Keeper(threading.Thread):
         from safetensors import SafetensorError
 
         try:
-            learner_checkpoint.save(self._folder, self._learner, self._facts)
+            learner_checkpoint.save(self._folder, self._learner, self._snapshot(), self._facts)
         except (OSError, SafetensorError) as error:
             self.trouble = f"checkpoints cannot be written ({getattr(error, 'strerror', None) or error})"
 
@@ -95,4 +105,4 @@ class Keeper(threading.Thread):
         rows = None
         if records > LOOK:
             rows = torch.randperm(records, generator=torch.Generator().manual_seed(setup.seed))[:LOOK]
-        self.metrics = evaluate(self._model, setup.task, self._learner.snapshot(), rows)
+        self.metrics = evaluate(self._model, setup.task, self._snapshot(), rows)

@@ -38,9 +38,10 @@ class Saved:
         }
 
 
-def save(folder: Folder, learner: Learner, facts: Mapping[str, Any]) -> None:
-    """Replace the learner's checkpoint in one step. Safe beside a training and an exchange thread."""
-    state, own = learner.snapshot(), folder.learner(learner.number)
+def save(folder: Folder, learner: Learner, state: Tensor, facts: Mapping[str, Any]) -> None:
+    """Replace the learner's checkpoint in one step. Safe beside a training and an exchange thread, as `state` is a copy
+    of the learner's."""
+    own = folder.learner(learner.number)
     tensors = {"weights": state[: len(learner.weights)], "buffers": state[len(learner.weights) :]}
     if learner.velocity is not None:
         tensors["velocity"] = learner.velocity.clone()

@@ -132,8 +132,8 @@ class Simulation:
                         f"interrupted at epoch {self.setup.epoch(self.global_steps):.2f}; nothing is lost: "
                         f"go on with --resume {self.folder.path}"
                     )
-        self.drain()
-        return self._result()
+            self.drain()
+            return self._result()  # the steps are done: an interruption now waits for the result
 
     def close(self) -> None:
         self.folder.flush()
@@ -353,7 +353,6 @@ class Synchronous(Simulation):
         self.time += all_reduce_seconds(config.network, config.learners, payload)
         for member in active:
             member.learner.begin()
-            member.read_at = self.global_steps
             member.learner.update(member.learner.gradient())
             self._step_done_in_round(member)
         self._all_reduce(payload)

@@ -166,7 +166,8 @@ class Supervisor:
         """The last models, for evaluation: the learners left them in their memories, so a full disk loses none."""
         for seat in self.seats:
             if seat.fate == "ended":
-                self.states[seat.learner] = Memory(self._descriptors[seat.learner], self._layout).slots[0].clone()
+                memory = Memory(self._descriptors[seat.learner], self._layout)
+                self.states[seat.learner] = memory.slots[seat.status["slot"]].clone()
 
     def _turn(self, interrupt: Interrupt) -> None:
         before = time.monotonic()
@@ -215,11 +216,11 @@ class Supervisor:
 
     def _bury(self, seat: Seat, code: int) -> None:
         """A learner's process has ended: as it should, or not."""
+        for data in self._post.receive():  # its last words may still wait
+            self._hear(json.loads(data))
         if code == 0 and seat.status.get("state") == "ended":
             seat.fate = "ended"
             return
-        for data in self._post.receive():  # its last words may still wait
-            self._hear(json.loads(data))
         if self._over_at is not None and seat.fate in {"starting", "restarting"}:
             seat.fate = "lost"
             self.notes.append(f"learner {seat.learner} had not come back when the run ended")

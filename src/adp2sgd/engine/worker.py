@@ -62,7 +62,9 @@ class Worker:
         self.exchanger = Exchanger(
             place, self.learner, post, target_steps=self.target_steps, report=self.status, snapshot=self.snapshot
         )
-        self.keeper = Keeper(setup, self.learner, folder, {"start": place.start, "seed": setup.seed})
+        self.keeper = Keeper(
+            setup, self.learner, folder, {"start": place.start, "seed": setup.seed}, snapshot=self.snapshot
+        )
         self.turns = 0
         self.staleness_total = self.staleness_max = 0
         self.step_s = 0.0  # of the last step
@@ -95,26 +97,29 @@ class Worker:
         except Adp2sgdError as caught:
             error = caught
         self.exchanger.close()
-        self._look_at_norms(final=True)
+        try:
+            self._look_at_norms()
+        except DivergedError as caught:
+            error = error or caught
         if self.learner.budget is not None:
             self.learner.budget.close()
         self.keeper.close(checkpoint=error is None)
         if error is not None:
             raise error
-        self.exchanger.leave()
+        slot = self.exchanger.leave()
         self.state = "ended"
         counts = [[*key, count.steps, int(count.stopped)] for key, count in self.learner.progress.counts().items()]
-        last_words(self.post, {**self.status(), "counts": counts})
+        last_words(self.post, {**self.status(), "counts": counts, "slot": slot})
 
     def exchange_before(self) -> None:
         """Whatever must be ready before the exchange thread starts."""
-        self.exchanger.exchange.lost = self.order["mode"] == "comeback"
+        self.exchanger.exchange.lost = self.order["mode"] != "fresh"  # its model is still to be found
 
     def assemble(self) -> None:
         """Whatever all learners do together before the clock starts."""
 
-    def snapshot(self, out: Tensor) -> Tensor:
-        """What others see of the learner, copied by the exchange thread."""
+    def snapshot(self, out: Tensor | None = None) -> Tensor:
+        """What others, and checkpoints, see of the learner; copied by the exchange thread and by the keeper."""
         return self.learner.snapshot(out)
 
     # ------------------------------------------------------------ training
@@ -210,7 +215,7 @@ class Worker:
             self._look_at_norms()
         self._keep_schedule(total)
 
-    def _look_at_norms(self, final: bool = False) -> None:
+    def _look_at_norms(self) -> None:
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -220,8 +225,6 @@ class Worker:
             events.append({**event, "gradient_norm": norm if finite else None})
             if not finite:
                 self.keeper.log(events)
-                if final:
-                    return
                 raise DivergedError(
                     f"learner {self.place.learner} diverged at its step {event['step']}: the gradient is no longer "
                     f"finite; lower optimizer.lr; what was recorded is in {self.folder.path}"

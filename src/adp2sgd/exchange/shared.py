@@ -119,6 +119,7 @@ class Outbox:
         """`snapshot` copies into a given tensor what is to be sent; by default the learner's state."""
         self.memory = memory
         self.slot = NO_SLOT  # of the last snapshot
+        self.kept = NO_SLOT  # the own half of the exchange under way still needs this one, even if it was released
         self._state = learner.state
         self._snapshot = snapshot or learner.snapshot
         self._patience_s = patience_s
@@ -131,8 +132,8 @@ class Outbox:
     def free(self) -> list[int]:
         """The slots that nobody reads any more."""
         old = time.monotonic() - self._patience_s
-        memory = self.memory
-        return [i for i in range(SLOTS) if self._taken[i] < old or memory.released(i) == memory.sequence(i)]
+        memory, others = self.memory, (i for i in range(SLOTS) if i != self.kept)
+        return [i for i in others if self._taken[i] < old or memory.released(i) == memory.sequence(i)]
 
     def take(self) -> Tensor:
         """The learner's snapshot in a free slot. Look at `free` first."""
