@@ -452,7 +452,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, quadratic_config: Confi
 def test_divergence_names_the_learner_and_the_step_and_keeps_the_record(
     algorithm: str, tmp_path: Path, quadratic_config: Config
 ) -> None:
-    settings = quadratic_config.replace(algorithm=algorithm, optimizer=Optimizer(lr=1e100))
+    settings = quadratic_config.replace(algorithm=algorithm, optimizer=Optimizer(lr=1e30))
     with pytest.raises(DivergedError, match=r"learner \d diverged at its step \d+") as caught:
         simulate(settings, tmp_path / "run")
     learner, step = (int(word.rstrip(":")) for word in str(caught.value).split() if word.rstrip(":").isdigit())

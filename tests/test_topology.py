@@ -75,6 +75,9 @@ def test_degrees() -> None:
     }
     regular = graph("random-regular", 50, degree=3)
     assert {len(each) for each in regular.neighbours} == {3}
+    for learners, degree in ((40, 38), (24, 22), (41, 20), (6, 3), (5, 4)):
+        dense = graph("random-regular", learners, degree=degree)
+        assert {len(each) for each in dense.neighbours} == {degree}
 
 
 @pytest.mark.parametrize("name", topology.GRAPHS)

@@ -23,6 +23,8 @@ PARTITIONS = ("iid", "dirichlet", "site")
 MODES = ("private", "paper", "none")
 ADJACENCIES = ("add-remove", "replace-one")
 PRIVATE_ONLY = ("clip_quantile", "clip_rate", "count_noise", "copies", "engine")
+MOST_RATE = 1e30  # beyond it float32 has no numbers for a step
+LEAST_EPSILON, LEAST_NOISE = 1e-6, 0.01  # less is a slip: nothing could be learned, or nothing is hidden
 GRADIENT_ENGINES = ("auto", "loop")
 PRECISIONS = ("float32", "bfloat16")
 SPEEDS = ("constant", "one-slow", "random-slow", "log-normal", "list")
@@ -76,7 +78,7 @@ class Warmup(Section):
 
     def __post_init__(self) -> None:
         _require(self.epochs >= 0, "optimizer.warmup.epochs", self.epochs, "use 0 or more")
-        _require(self.from_ >= 0, "optimizer.warmup.from", self.from_, "use 0 or more")
+        _require(0 <= self.from_ <= MOST_RATE, "optimizer.warmup.from", self.from_, "use 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +93,13 @@ class Optimizer(Section):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0 and math.isfinite(self.lr), "optimizer.lr", self.lr, "use a positive number")
+        _require(0 < self.lr <= MOST_RATE, "optimizer.lr", self.lr, "use a positive number, like 0.1")
         _require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "use a number in [0, 1)")
-        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "use 0 or more")
+        _require(0 <= self.weight_decay <= MOST_RATE, "optimizer.weight_decay", self.weight_decay, "use 0 or more")
         _require(0 < self.decay <= 1, "optimizer.decay", self.decay, "use a number in (0, 1]")
         epochs = [epoch for epoch, _ in self.schedule]
         _require(
-            epochs == sorted(epochs) and all(e >= 0 and lr > 0 for e, lr in self.schedule),
+            epochs == sorted(epochs) and all(e >= 0 and 0 < lr <= MOST_RATE for e, lr in self.schedule),
             "optimizer.schedule",
             [list(pair) for pair in self.schedule],
             "list [epoch, rate] pairs in order of epoch, with positive rates",
@@ -123,8 +125,8 @@ class Data(Section):
 
     def __post_init__(self) -> None:
         _one_of("data.partition", self.partition, PARTITIONS)
-        _require(self.alpha > 0, "data.alpha", self.alpha, "use a positive number")
-        _require(all(s > 0 for s in self.sizes), "data.sizes", list(self.sizes), "use positive numbers")
+        _require(0 < self.alpha <= 1e6, "data.alpha", self.alpha, "use a positive number; 1e6 is as good as iid")
+        _require(all(0 < s < math.inf for s in self.sizes), "data.sizes", list(self.sizes), "use positive numbers")
         if self.sizes and self.partition != "iid":
             raise ConfigError(
                 f'data.sizes goes with data.partition = "iid", not "{self.partition}"; remove one of them'
@@ -158,10 +160,11 @@ class Privacy(Section):
         _one_of("privacy.adjacency", self.adjacency, ADJACENCIES)
         _one_of("privacy.engine", self.engine, GRADIENT_ENGINES)
         _require(self.clip_norm > 0, "privacy.clip_norm", self.clip_norm, "use a positive number")
-        _require(self.headroom >= 1, "privacy.headroom", self.headroom, "use 1 or more")
+        _require(1 <= self.headroom < math.inf, "privacy.headroom", self.headroom, "use 1 or more")
         _require(self.copies >= 1, "privacy.copies", self.copies, "use 1 or more")
         _require(0 < self.clip_rate < math.inf, "privacy.clip_rate", self.clip_rate, "use a positive number, like 0.2")
-        _require(self.epsilon is None or self.epsilon > 0, "privacy.epsilon", self.epsilon, "use a positive number")
+        fix = f"use a positive number, {LEAST_EPSILON:g} at least"
+        _require(self.epsilon is None or self.epsilon >= LEAST_EPSILON, "privacy.epsilon", self.epsilon, fix)
         _require(self.sigma is None or self.sigma >= 0, "privacy.sigma", self.sigma, "use 0 or more")
         {"private": self._check_private, "paper": self._check_paper, "none": self._check_none}[self.mode]()
 
@@ -171,8 +174,8 @@ class Privacy(Section):
         if self.epsilon is None and self.noise_multiplier is None:
             raise ConfigError('privacy.mode = "private" needs privacy.epsilon or privacy.noise_multiplier; set one')
         if self.noise_multiplier is not None:
-            fix = "no noise gives no guarantee: use a positive number"
-            _require(self.noise_multiplier > 0, "privacy.noise_multiplier", self.noise_multiplier, fix)
+            fix = f"no noise gives no guarantee: use a positive number, {LEAST_NOISE:g} at least"
+            _require(self.noise_multiplier >= LEAST_NOISE, "privacy.noise_multiplier", self.noise_multiplier, fix)
         if self.delta is None:
             raise ConfigError("privacy.delta is missing; set it well below 1/(records of the largest learner)")
         _require(0 < self.delta < 1, "privacy.delta", self.delta, "use a number in (0, 1), below 1/records")
@@ -232,7 +235,7 @@ class Speeds(Section):
         _one_of("speeds.kind", self.kind, SPEEDS)
         _require(self.step_s > 0, "speeds.step_s", self.step_s, "use a positive number of seconds")
         _require(self.factor > 0, "speeds.factor", self.factor, "use a positive number")
-        _require(self.spread >= 0, "speeds.spread", self.spread, "use 0 or more")
+        _require(0 <= self.spread <= 10, "speeds.spread", self.spread, "use 0 or more, 10 at most")
         _require(all(v > 0 for v in self.values), "speeds.values", list(self.values), "use positive numbers")
 
 
@@ -275,10 +278,10 @@ class Config(Section):
     def __post_init__(self) -> None:
         _one_of("algorithm", self.algorithm, ALGORITHMS)
         _one_of("precision", self.precision, PRECISIONS)
-        _require(self.learners >= 1, "learners", self.learners, "use at least 1")
+        _require(1 <= self.learners <= 65_535, "learners", self.learners, "use at least 1, and 65,535 at most")
         _require(0 < self.epochs < math.inf, "epochs", self.epochs, "use a positive number")
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "use at least 1")
-        _require(self.seed is None or self.seed >= 0, "seed", self.seed, "use 0 or more")
+        _require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "use 0 or more, below 2^63")
         _require(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "use a positive number of epochs")
         _require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "use 0 or more epochs")
         _require(

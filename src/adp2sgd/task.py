@@ -21,7 +21,7 @@ from adp2sgd.data import cifar10, heart, idx, images, kaldi, synthetic, table
 from adp2sgd.data.augment import crop_and_flip
 from adp2sgd.data.folder import Source
 from adp2sgd.data.records import Records
-from adp2sgd.errors import ConfigError
+from adp2sgd.errors import Adp2sgdError, ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) → one loss per record."""
@@ -208,12 +208,23 @@ def resolve(name: str, options: Mapping[str, Any]) -> Task:
     function, given = _own(name) if ":" in name else _built_in(name)
     arguments = {**given, **options}
     _check_options(name, function, arguments)
-    task = function(**(arguments if ":" in name else _converted(function, arguments)))
+    task = function(**arguments) if ":" in name else _made(name, function, arguments)
     if not isinstance(task, Task):
         raise ConfigError(f'task = "{name}" gave a {type(task).__name__}; the function must return adp2sgd.Task')
     if not len(task.train) or not len(task.test):
         raise ConfigError(f'task = "{name}" has {len(task.train)} training and {len(task.test)} held-out records')
     return task
+
+
+def _made(name: str, function: Callable[..., Task], arguments: Mapping[str, Any]) -> Task:
+    """A task of ours; what its options make impossible is said in one line."""
+    try:
+        return function(**_converted(function, arguments))
+    except Adp2sgdError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f'task = "{name}" cannot be made with its options ({reason}); correct [options]') from None
 
 
 def _built_in(name: str) -> tuple[Callable[..., Task], dict[str, Any]]:
@@ -234,6 +245,8 @@ def _own(name: str) -> tuple[Callable[..., Task], dict[str, Any]]:
         raise ConfigError(f'task = "{name}": no module named {error.name}; check the name and PYTHONPATH') from None
     except AttributeError:
         raise ConfigError(f'task = "{name}": module {module} has no function {attribute}') from None
+    except (ValueError, TypeError):
+        raise ConfigError(f'task = "{name}" names no module; write "package.module:function"') from None
     if not callable(found):
         raise ConfigError(f'task = "{name}" is a {type(found).__name__}; name a function that returns adp2sgd.Task')
     return found, {}

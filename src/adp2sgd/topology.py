@@ -66,11 +66,12 @@ def random_regular(learners: int, degree: int = 4, seed: int = 0) -> set[Edge]:
             f"topology.degree = {degree} makes no connected regular graph of {learners} learners; "
             "use 2 ≤ degree < learners, with degree × learners even"
         )
-    if degree == learners - 1:
-        return complete(learners)
     draw = random.Random(f"random-regular/{seed}/{learners}/{degree}")
+    dense = 2 * degree >= learners  # then the edges that are missing are drawn, and the rest is connected in any case
     while True:
-        edges = _pair_up(learners, degree, draw)
+        edges = _pair_up(learners, learners - 1 - degree if dense else degree, draw)
+        if edges is not None and dense:
+            return complete(learners) - edges
         if edges is not None and _connected(learners, edges):
             return edges
 

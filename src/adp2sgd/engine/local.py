@@ -19,11 +19,13 @@ from adp2sgd.engine.nursery import Nursery
 from adp2sgd.engine.observer import write_point
 from adp2sgd.engine.setup import Setup, finish, open_budget, prepare
 from adp2sgd.engine.supervisor import SESSION, Patience, Seat, Supervisor
-from adp2sgd.errors import InterruptedRunError, LedgerError, RunError
+from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError
 from adp2sgd.exchange.shared import require_linux
 from adp2sgd.privacy.budget import Budget, Plan
 from adp2sgd.privacy.streams import Streams
 from adp2sgd.record import Folder, LearnerResult, Point, Run
+
+MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,8 @@ def train(
     the learners never meet: what benchmarks compare with.
     """
     require_linux()
+    if config.learners > MOST_LEARNERS:
+        raise ConfigError(f"learners = {config.learners} is too many for train ({MOST_LEARNERS} at most); use simulate")
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
             run = train(config, Path(scratch) / "run", exchange=exchange, on_status=on_status, patience=patience)

@@ -118,6 +118,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f'device = "{name}" is unknown; use auto, cpu, cuda or cuda:N') from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device = "{name}" is not supported; use auto, cpu, cuda or cuda:N')
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f'device = "{name}" but this machine has no usable GPU; use device = "cpu"')
     return device
@@ -174,7 +176,10 @@ def open_budget(setup: Setup, number: int, folder: Path) -> Budget:
         assert sites is not None  # the partition is by site
         site = setup.task.train.site_names[int(sites[setup.shards[number][0]])]
         kept = Path(config.privacy.ledger).expanduser()
-        kept.mkdir(parents=True, exist_ok=True)
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f'privacy.ledger = "{kept}" cannot be a folder ({error.strerror}); use another') from None
         path = kept / f"{_slug(_dataset(config))}-{_slug(site)}.jsonl"
     return Budget.open(
         path,

@@ -30,6 +30,7 @@ from adp2sgd.record import Folder
 
 WATCH_EVERY = 32  # steps between looks at the gradient norms, so that a GPU is not made to wait at each
 LATE = 0.1  # of a padded step: by so much the next one may be late without its own time starting anew
+REFUSED = "was told step counts that cannot be right, and did not believe them"
 DELIVERY_S = 5.0  # how long the last words to the supervisor are repeated
 
 
@@ -259,7 +260,7 @@ class Worker:
             "unconfirmed": tally.unconfirmed,
             "halves": tally.halves,
             "bytes_sent": tally.bytes_sent,
-            "notes": [*self.notes, *([keeper.trouble] if keeper.trouble else [])],
+            "notes": [*self.notes, *filter(None, (keeper.trouble, REFUSED if learner.progress.refused else None))],
             "drawn": learner.budget.steps if learner.budget is not None else None,
             "clip_norm": learner.clip_norm,
         }
