@@ -330,7 +330,7 @@ def test_a_learners_own_checkpoint_keeps_its_clip_norm(tmp_path: Path) -> None:
         learner.update(learner.gradient())
     kept = learner.clip_norm
     assert kept != 0.1
-    learner_checkpoint.save(folder, learner, {})
+    learner_checkpoint.save(folder, learner, learner.snapshot(), {})
     learner.budget.close()
     for restored in (True, False):  # with its own model, and with one of a neighbour
         again = make(1 + restored)

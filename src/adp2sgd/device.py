@@ -143,10 +143,9 @@ def repeatable(module: nn.Module, loss: Callable[..., Any]) -> bool:
 
 def draws(module: nn.Module) -> bool:
     """Whether layers may take random numbers: dropout does, and of code that is not torch's or ours nobody knows."""
+    layers = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
     return any(
-        isinstance(part, (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
-        or getattr(part, "dropout", 0.0) != 0.0
-        or not _known(type(part))
+        not _known(type(part)) or isinstance(part, layers) or getattr(part, "dropout", 0.0) != 0.0
         for part in module.modules()
     )
 
