@@ -24,7 +24,7 @@ MODES = ("private", "paper", "none")
 ADJACENCIES = ("add-remove", "replace-one")
 PRIVATE_ONLY = ("clip_quantile", "clip_rate", "count_noise", "copies", "engine")
 MOST_RATE = 1e30  # beyond it float32 has no numbers for a step
-LEAST_EPSILON, LEAST_NOISE = 1e-12, 0.01  # less is a slip: nothing could be learned, or nothing is hidden
+LEAST_EPSILON, LEAST_MULTIPLIER = 1e-12, 0.01  # less is a slip: nothing could be learned, or nothing is hidden
 GRADIENT_ENGINES = ("auto", "loop")
 PRECISIONS = ("float32", "bfloat16")
 SPEEDS = ("constant", "one-slow", "random-slow", "log-normal", "list")
@@ -174,8 +174,8 @@ class Privacy(Section):
         if self.epsilon is None and self.noise_multiplier is None:
             raise ConfigError('privacy.mode = "private" needs privacy.epsilon or privacy.noise_multiplier; set one')
         if self.noise_multiplier is not None:
-            fix = f"no noise gives no guarantee: use a positive number, {LEAST_NOISE:g} at least"
-            _require(self.noise_multiplier >= LEAST_NOISE, "privacy.noise_multiplier", self.noise_multiplier, fix)
+            fix = f"no noise gives no guarantee: use a positive number, {LEAST_MULTIPLIER:g} at least"
+            _require(self.noise_multiplier >= LEAST_MULTIPLIER, "privacy.noise_multiplier", self.noise_multiplier, fix)
         if self.delta is None:
             raise ConfigError("privacy.delta is missing; set it well below 1/(records of the largest learner)")
         _require(0 < self.delta < 1, "privacy.delta", self.delta, "use a number in (0, 1), below 1/records")

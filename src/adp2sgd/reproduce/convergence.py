@@ -226,11 +226,7 @@ def propositions() -> dict[str, Any]:
             "model": model, "epsilon": 9.0, "steps_proposition_2": answer.steps,
             "least_steps_proposition_1": answer.least_steps, "failed": list(answer.failed),
         })  # fmt: skip
-    small = theory.Problem(
-        learners=4, batch_size=8, smoothness=1, staleness=100, rho=1 - 1 / 3, gap=1.5,
-        sample_variance=0.5, shard_variance=0.25, dimension=10,
-    )  # fmt: skip
-    return {"rows": rows, "c3_at_proposition_1s_own_steps": theory.proposition_1(small).theorem.c3}
+    return {"rows": rows}
 
 
 def _paper_problem(dimension: int, rho: float, staleness: float) -> theory.Problem:

@@ -274,9 +274,10 @@ def collapse(choose: Choose, records: Sequence[Record]) -> Finding | None:
         return None
     usual, doubled = found
     words = [f"{name} {shown(doubled[a])} ({shown(usual[a])} with the usual ones)" for a, name in paper.NAMES.items()]
-    sound = not any(record.get("diverged") for record in usual.values())
-    learns = {a: _learns(doubled[a], usual[a]) for a in paper.ALGORITHMS} if sound else {}
-    return Finding(", ".join(words), _collapsed(learns) if sound else FAILS, _files([doubled, usual]))
+    verdict = FAILS  # where the usual runs diverged there is nothing to compare with
+    if not any(record.get("diverged") for record in usual.values()):
+        verdict = _collapsed({a: _learns(doubled[a], usual[a]) for a in paper.ALGORITHMS})
+    return Finding(", ".join(words), verdict, _files([doubled, usual]))
 
 
 def collapse_of_senet(records: Sequence[Record]) -> Finding | None:
