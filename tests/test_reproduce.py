@@ -361,6 +361,21 @@ def test_async_is_compared_with_sync_by_the_longest_runs() -> None:
     assert private == judges.Finding(found.ours.replace("σ", "z"), "holds", (private or found).files)
 
 
+def test_the_private_recipe_is_judged_by_its_longest_runs() -> None:
+    def at(epochs: float, seed: int, sync: float, asynchronous: float) -> list[dict[str, Any]]:
+        pair = resnet_row([sync] * 4, [asynchronous] * 4)[::4]
+        for record in pair:
+            del record["cell"]["sigma"]
+        return [other(record, model=paper.RECIPE, epsilon=8.0, epochs=epochs, seed=seed) for record in pair]
+
+    records = [*at(20.0, 0, 40.0, 60.0), *at(40.0, 0, 60.0, 56.0), *at(40.0, 1, 61.0, 60.0)]
+    assert judges.recipe(records) == judges.Finding("SYNC 60.50, async 58.00", "holds", records[2:])
+    assert judges.recipe(records[:5]) == judges.Finding("SYNC 60.00, async 56.00", "does not hold", records[2:4])
+    assert judges.recipe(resnet_row([90.0] * 4, [90.0] * 4)) is None
+    fallen = [*records[:3], other(records[3], diverged="it did")]
+    assert (judges.recipe(fallen) or judges.Finding("", "")).verdict == "does not hold"
+
+
 def test_a_loss_that_diverged_is_no_rise_and_no_match() -> None:
     rows = [other(record, model="lstm", epochs=20.0, variant="") for record in resnet_row([1.0] * 4, [1.0] * 4)]
     for record, sigma in zip(rows, paper.NOISE["speech"] * 2, strict=True):

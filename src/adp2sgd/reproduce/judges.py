@@ -168,6 +168,18 @@ def comparable(choose: Choose, allowed: float, needed: int, records: Sequence[Re
     return Finding("async − SYNC " + ", ".join(parts), _verdict(within), _files(chain(*found.values())))
 
 
+def recipe(records: Sequence[Record]) -> Finding | None:
+    """The private recipe by both algorithms, the longest runs: |asynchronous − SYNC| at most 3 points."""
+    whole = [(key.epochs, pair) for key, pair in pairs_of(records).items() if key.letter == "ε" and len(pair) == 2]
+    if not whole:
+        return None
+    longest = max(epochs for epochs, _ in whole)
+    pairs = [pair for epochs, pair in whole if epochs == longest]
+    gap, by = _gap(pairs), {a: _mean([pair[a] for pair in pairs]) for a in paper.ALGORITHMS}
+    text = ", ".join(f"{name} {by[a]:.2f}" for a, name in paper.NAMES.items())
+    return Finding(text if gap is not None else DIVERGED, _verdict([gap is not None and abs(gap) <= 3]), _files(pairs))
+
+
 def _gap(pairs: Pairs) -> float | None:
     """Asynchronous − SYNC, the mean over seeds; None where a run diverged."""
     if any(record.get("diverged") for record in _files(pairs)):
