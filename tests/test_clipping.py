@@ -343,7 +343,6 @@ def test_a_learners_own_checkpoint_keeps_its_clip_norm(tmp_path: Path) -> None:
         again.budget.close()
 
 
-@pytest.mark.processes
 def test_a_real_learner_moves_its_clip_norm_as_a_simulated_one_does(tmp_path: Path) -> None:
     config = ADAPTIVE.replace(learners=1, epochs=1, speeds=Speeds())
     real, simulated = train(config, tmp_path / "run"), simulate(config)
@@ -352,7 +351,6 @@ def test_a_real_learner_moves_its_clip_norm_as_a_simulated_one_does(tmp_path: Pa
     assert json.loads(last)["clip_norm"] == real.learners[0].clip_norm
 
 
-@pytest.mark.processes
 def test_a_learner_that_comes_back_with_a_neighbours_model_keeps_its_own_clip_norm(tmp_path: Path) -> None:
     config = ADAPTIVE.replace(learners=2, epochs=8, checkpoint_every=0.2, speeds=Speeds(step_s=0.03, pad=True))
     faults = Faults().kill(learner=1, at_step=50)

@@ -37,8 +37,6 @@ from adp2sgd.record import Folder, Point, Run, read_result
 from adp2sgd.task import Task, cross_entropy, resolve
 from conftest import adp2sgd, make_learner
 
-pytestmark = pytest.mark.processes
-
 SLEEPY = Config(
     task="quadratic",
     learners=4,
@@ -96,6 +94,7 @@ def test_a_slot_is_used_again_only_when_released_or_overdue_and_late_readers_not
         os.close(descriptor)
 
 
+@pytest.mark.processes
 def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus() -> None:
     """Four exchange threads with real sockets and shared memory, models of several blocks, and updates meanwhile."""
     task, learners = resolve("quadratic", {"records": 8, "dimension": 300_000}), 4
@@ -177,6 +176,7 @@ def test_what_an_exchange_still_needs_is_not_overwritten(then: str) -> None:
         os.close(descriptor)
 
 
+@pytest.mark.processes
 def test_training_goes_on_while_a_partner_is_silent() -> None:
     """A partner whose queue takes messages and never answers: `want` returns at once, and the exchange expires."""
     learner, token = make_learner(0), os.urandom(4).hex()
@@ -283,6 +283,7 @@ def assert_whole(run: Run, folder: Path) -> None:
     assert float(losses.detach().mean()) == pytest.approx(run.loss, rel=1e-5)
 
 
+@pytest.mark.processes
 def test_the_curve_of_adpsgd_grows_while_the_learners_train(tmp_path: Path) -> None:
     seen: list[int] = []
     settings = SLEEPY.replace(epochs=6, evaluate_every=0.5, speeds=Speeds(step_s=0.1, pad=True))
@@ -345,6 +346,7 @@ def test_private_learners_show_their_weights_alone(algorithm: str, tmp_path: Pat
     assert run.guarantee["epsilon"] > 0
 
 
+@pytest.mark.processes
 def test_a_task_that_fails_in_passing_costs_the_points_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +363,7 @@ def test_a_task_that_fails_in_passing_costs_the_points_and_not_the_run(
 # ---------------------------------------------------------------- runs
 
 
+@pytest.mark.processes
 def test_case_2_real_and_simulated_side_by_side(tmp_path: Path) -> None:
     """One learner 10 times slower. Sleeping steps: ADPSGD reaches 90 % of the ideal speed-up over SYNC, in one of two
     tries: other programs use these cores as well, now and then."""
@@ -400,6 +403,7 @@ def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) 
     assert torch.equal(real["velocity"], simulated["velocity"])
 
 
+@pytest.mark.processes
 def test_spent_budgets_end_the_run_and_the_learners_go_on_averaging_until_then(tmp_path: Path) -> None:
     settings = SLEEPY.replace(
         learners=3,
@@ -448,6 +452,7 @@ def test_a_run_that_diverges_in_its_last_steps_is_no_success(tmp_path: Path) -> 
         train(settings, tmp_path / "run")
 
 
+@pytest.mark.processes
 def test_the_keeper_writes_the_snapshot_and_survives_a_look_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,6 +552,7 @@ def test_errors_come_in_one_line_and_leave_nothing(tmp_path: Path) -> None:
         train(SLEEPY.replace(task="nothing"), tmp_path / "unknown")
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_digits_are_learned_as_well_as_in_the_simulator() -> None:
@@ -562,6 +568,7 @@ def test_digits_are_learned_as_well_as_in_the_simulator() -> None:
     assert abs(statistics.mean(real) - statistics.mean(simulated)) <= 3 * max(error, 1e-3)
 
 
+@pytest.mark.processes
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("algorithm", ["adpsgd", "sync"])
@@ -573,6 +580,7 @@ def test_learners_share_a_gpu(algorithm: str, tmp_path: Path) -> None:
     assert run.notes == ()
 
 
+@pytest.mark.processes
 def test_what_follows_the_padding_is_not_added_to_every_step() -> None:
     def start(padded_to: float, *, pad: bool = True) -> float:
         speeds = SimpleNamespace(pad=pad, step_s=1.0)

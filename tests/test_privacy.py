@@ -511,7 +511,6 @@ def layers_seeds(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.processes
 def test_learners_share_no_draws_of_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked from one process, they once had the same dropout at each step, and a neighbour knew it."""
     own_tasks(tmp_path, monkeypatch)

@@ -112,7 +112,6 @@ def test_cells_run_in_several_processes(tmp_path: Path) -> None:
     assert len(said) == 2
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, jobs: int) -> None:
     arguments = ["reproduce", "table1", "--quick", "--noise", "1", "--epochs", "40", "--jobs", str(jobs), "--out", "r"]
@@ -132,7 +131,6 @@ def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, jobs: int) -
     assert not list((tmp_path / "r" / "table1").glob("*.json"))
 
 
-@pytest.mark.processes
 def test_a_process_that_dies_or_fails_ends_the_study_with_one_line(tmp_path: Path) -> None:
     for measure, error, words in [(is_killed, RunError, "died"), (is_wrong, ConfigError, "no such thing")]:
         cells = [replace(a_cell("a"), measure=measure), replace(a_cell("b"), measure=measure)]
@@ -252,6 +250,14 @@ def test_an_interrupted_cell_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
     assert again["curve"] == whole["curve"]
     assert again["single_learners"] == whole["single_learners"]
     assert not list((tmp_path / "broken" / ".running").rglob("*.safetensors"))
+
+
+def test_a_cell_whose_recipe_has_changed_since_begins_anew(tmp_path: Path) -> None:
+    cell = training.cell("table1", "resnet18", "sync", 1.0, 0, replace(QUICK, epochs=1.0))
+    settings = cell.measure.args[0]  # type: ignore[attr-defined]
+    before = settings.replace(optimizer=settings.optimizer.replace(lr=0.1))
+    other = simulate(before, tmp_path / "r" / ".running" / "table1" / cell.name / "run")  # but no record was written
+    assert measured(cell, tmp_path / "r")["loss"] == measured(cell, tmp_path / "whole")["loss"] != other.loss
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:

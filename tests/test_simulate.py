@@ -336,8 +336,13 @@ def test_resuming_gives_the_result_of_an_uninterrupted_run(
         with pytest.raises(RunError, match="no checkpoint"):
             simulate(settings, tmp_path / "parts", resume=True)
         return
-    with pytest.raises(ConfigError, match="holds a run with seed = "):
-        simulate(settings.replace(seed=None), tmp_path / "parts", resume=True)
+    for other, words in (
+        (settings.replace(seed=None), "seed = .* holds a run with seed = "),
+        (settings.replace(learners=settings.learners + 1), "learners = .* holds a run with learners = "),
+        (settings.replace(optimizer=settings.optimizer.replace(momentum=0.25)), r"optimizer\.momentum = 0\.25, but "),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            simulate(other, tmp_path / "parts", resume=True)
     simulate(settings, tmp_path / "parts", resume=True)
     assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
     assert logs(tmp_path / "parts") == logs(tmp_path / "whole")

@@ -383,6 +383,22 @@ def typed(hint: Any, value: Any, key: str) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+def difference(one: Config, other: Config) -> tuple[str, str, str] | None:
+    """The first key at which two configurations differ, and both values as they are written; None if they are equal."""
+    first, second = (_leaves(tomllib.loads(each.to_toml())) for each in (one, other))
+    for key in sorted(first.keys() | second.keys()):
+        if first.get(key) != second.get(key):
+            return key, _show(first.get(key, "")), _show(second.get(key, ""))
+    return None
+
+
+def _leaves(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _leaves(value, f"{path}{key}.") if isinstance(value, dict) else {path + key: value}
+    return found
+
+
 def _words(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", str: 'a string in "quotes"', bool: "true or false"}
     if typing.get_origin(hint) is tuple:

@@ -134,11 +134,14 @@ class Folder:
         return cls(Path(path))
 
     @classmethod
-    def reopen(cls, path: str | Path) -> Folder:
-        """To go on with its run; one that cannot be written is refused."""
+    def reopen(cls, path: str | Path, settings: config.Config) -> Folder:
+        """To go on with its run, whose configuration `settings` must be; one that cannot be written is refused."""
         folder = cls.open(path)
         if not os.access(folder.path, os.W_OK):
             raise ConfigError(f"cannot write to {path}, so its run cannot go on; change its permissions")
+        if (other := config.difference(settings, folder.settings)) is not None:
+            key, given, kept = other
+            raise ConfigError(f"{key} = {given}, but {path} holds a run with {key} = {kept}; use that")
         return folder
 
     @property

@@ -60,7 +60,7 @@ def train(
     kept = _read_session(Folder.open(folder)) if resume else {}
     setup = prepare(config, kept.get("seed"))  # before the folder: a wrong task leaves nothing behind
     check_fit(config, setup.task, setup.model)
-    home = Folder.reopen(folder) if resume else Folder.create(folder, config)
+    home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     with closing(Nursery()) as nursery:
         supervisor = Supervisor(
             setup,

@@ -28,7 +28,7 @@ from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
 from adp2sgd.engine.setup import Setup, finish, make_learner, prepare
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
 from adp2sgd.engine.threads import suited_threads
-from adp2sgd.errors import ConfigError, DivergedError, InterruptedRunError
+from adp2sgd.errors import DivergedError, InterruptedRunError
 from adp2sgd.exchange.protocol import Commit, Exchange, Message
 from adp2sgd.learner import Learner
 from adp2sgd.record import Folder, LearnerResult, Point, Run
@@ -73,9 +73,7 @@ def simulate(
     saved = checkpoint.read(Folder.open(folder)) if resume else None
     setup = prepare(config, saved.seed if saved else None)  # before the folder: a wrong task leaves nothing behind
     check_fit(config, setup.task, setup.model)
-    home = Folder.reopen(folder) if resume else Folder.create(folder, config)
-    if saved is not None and config.seed != home.settings.seed:
-        raise ConfigError(f"seed = {config.seed}, but {folder} holds a run with seed = {home.settings.seed}; use that")
+    home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     if saved is not None and config.seed is not None:
         home.remove_logs("ledger.jsonl", "plan.json")  # a seeded run repeats its draws: charged anew, not twice
     simulation = kind(setup, home, on_status or (lambda _: None))

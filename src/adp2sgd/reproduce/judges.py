@@ -174,7 +174,7 @@ def recipe(records: Sequence[Record]) -> Finding | None:
     if not whole:
         return None
     longest = max(epochs for epochs, _ in whole)
-    pairs = [pair for epochs, pair in whole if epochs == longest]
+    pairs: Pairs = [pair for epochs, pair in whole if epochs == longest]
     gap, by = _gap(pairs), {a: _mean([pair[a] for pair in pairs]) for a in paper.ALGORITHMS}
     text = ", ".join(f"{name} {by[a]:.2f}" for a, name in paper.NAMES.items())
     return Finding(text if gap is not None else DIVERGED, _verdict([gap is not None and abs(gap) <= 3]), _files(pairs))

@@ -185,7 +185,7 @@ def _private(settings: Config, noise_multiplier: float) -> Config:
 def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> dict[str, Any]:
     """Train, or go on where an interrupted run was, and evaluate."""
     folder, before = scratch / "run", time.perf_counter()
-    resumed = (folder / checkpoint.NAME).exists()
+    resumed = not processes and _begun(folder, settings)
     points: dict[int, Point] = {}
     figures: dict[str, Any] = {"device": str(pick_device(settings.device)), "config": settings.to_dict()}
     try:
@@ -208,11 +208,16 @@ def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> d
     return figures
 
 
+def _begun(folder: Path, settings: Config) -> bool:
+    """Whether a run was interrupted here that can go on, one with these settings: a recipe may have changed since."""
+    kept = any((folder / name).exists() for name in ("result.json", checkpoint.NAME))
+    return kept and config.difference(settings, Folder.open(folder).settings) is None
+
+
 def _simulated(settings: Config, folder: Path, points: dict[int, Point], quiet: bool) -> Run:
-    if (folder / "result.json").exists():
-        return read_result(folder)
-    resume = (folder / checkpoint.NAME).exists()
-    if resume:
+    if resume := _begun(folder, settings):
+        if (folder / "result.json").exists():
+            return read_result(folder)
         points |= {p["global_steps"]: Point(**p) for p in checkpoint.read(Folder.open(folder)).facts["curve"]}
     else:
         shutil.rmtree(folder, ignore_errors=True)
