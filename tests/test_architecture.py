@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,27 @@ def test_public_names_exist_and_are_stated() -> None:
     assert sorted(package.__all__) == package.__all__
     for name in package.__all__:
         assert hasattr(package, name)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--version", "simulate --help", "topology ring --learners 8",
+        "privacy steps --epsilon 8 --sample-rate .1 --noise-multiplier 2 --delta 1e-5",
+        "privacy noise --epsilon 8 --sample-rate .1 --steps 100 --delta 1e-5",
+        "privacy epsilon --noise-multiplier 1 --sample-rate .1 --steps 100 --delta 1e-5",
+    ],
+)  # fmt: skip
+def test_commands_that_train_nothing_do_not_wait_for_torch(command: str) -> None:
+    program = f"""import sys
+sys.argv = {["adp2sgd", *command.split()]}
+from adp2sgd.cli import main
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from adp2sgd.config import Config
-from adp2sgd.engine.simulate import Status
-from adp2sgd.record import Run
+
+if TYPE_CHECKING:  # tables of figures need no PyTorch, which takes seconds to load
+    from adp2sgd.engine.simulate import Status
+    from adp2sgd.record import Run
 
 
 @contextmanager
