@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,14 +29,16 @@ class Claim:
 
 def claims_table(out: Path) -> Table:
     """Every claim, judged by what is finished under `out`."""
-    rows = []
+    rows, verdicts = [], Counter[str]()
     for claim in CLAIMS:
         found = claim.judge(finished(out, claim.study))
+        verdicts[OPEN if found is None else found.verdict] += 1
         if found is None:
             rows.append([claim.text, claim.paper, "–", f"{OPEN}; run `{claim.command}`", "–"])
             continue
         rows.append([claim.text, claim.paper, found.ours, found.verdict, _files(found.files)])
-    return Table(title="Claims", columns=["claim", "the paper's figure", "ours", "verdict", "files"], rows=rows)
+    title = "Claims: " + ", ".join(f"{verdict} {count}" for verdict, count in verdicts.most_common())
+    return Table(title=title, columns=["claim", "the paper's figure", "ours", "verdict", "files"], rows=rows)
 
 
 def _files(records: Sequence[Record]) -> str:
