@@ -191,7 +191,7 @@ def test_sum_and_count_are_one_gaussian() -> None:
 def test_unreachable_pld_falls_back_to_a_bound_that_says_so() -> None:
     answer = spent(0.5, 0.5, 10**5, 1e-5)
     assert answer.accountant == "rdp"
-    assert "ε passes 100" in answer.note
+    assert "ε is too large for PLD" in answer.note
     bound = spent(0.5, 0.1, 10, 1e-5, "pld", "replace-one")
     assert "sampling is not counted" in bound.note
     assert bound.epsilon == spent(1.0, 0.1, 10, 1e-5, "pld", "replace-one").epsilon

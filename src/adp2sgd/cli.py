@@ -1,4 +1,7 @@
-"""The command line: verbs → library calls. Errors are one line and exit code 2; a bug shows its traceback."""
+"""The command line: verbs → library calls. Errors are one line; a bug shows its traceback.
+
+Exit codes: 2 for wrong input, 1 for a run that fails, 130 for one that was interrupted.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A run as data: frozen dataclasses, checked in our own words, read from and written to TOML.
 
-One file serves every engine. Each field has a default; `Config.to_toml()` writes them all.
+One file serves every engine. `Config.to_toml()` writes every field that is set; `seed` and some of `privacy` are not by
+default.
 """
 
 from __future__ import annotations
@@ -428,5 +429,5 @@ def _put(raw: dict[str, Any], key: str, value: Any) -> None:
     for part in path:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {key}: {part} is not a table; see the keys with --help")
+            raise ConfigError(f"--set {key}: {part} is not a table; a run's config.toml shows which there are")
     table[last] = value

@@ -1,9 +1,9 @@
 """A run's folder: the configuration, what each learner did, checkpoints, the result. The same for every engine.
 
-runs/NAME/config.toml                       complete, with defaults
+runs/NAME/config.toml                       every field that is set, defaults included
 runs/NAME/events.jsonl                      one line per evaluation of θ (real engines)
-runs/NAME/learner-ID/events.jsonl           one line per step and evaluation; stays at the learner
-runs/NAME/learner-ID/ledger.jsonl           privacy spent (simulations; real sites keep theirs across runs)
+runs/NAME/learner-ID/events.jsonl           one line per step; stays at the learner
+runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledger` is set; plan.json: the cap
 runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
 runs/NAME/result.json                       what the run reports
 runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict

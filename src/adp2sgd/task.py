@@ -54,7 +54,7 @@ class Task:
 
 
 def digits(*, model: str = "mlp", **model_options: Any) -> Task:
-    """1,437 + 360 images of handwritten digits, 8 × 8; models mlp and cnn."""
+    """1,437 + 360 images of handwritten digits, 8 × 8; models mlp, cnn and logistic."""
     train, test = synthetic.digits()
     shapes = {"cnn": {"size": 8, "channels": 1}, "mlp": {"inputs": 64}, "logistic": {"inputs": 64}}
     build = _builder("digits", model, shapes, {"classes": 10, **model_options})

@@ -81,6 +81,6 @@ def check_privacy(config: Config, task: Task, model: FlatModel, rows: Sequence[T
             f'privacy.copies = {privacy.copies} needs augmentation, and task = "{config.task}" has none; set '
             "options.augment = true where the data are images, or leave copies out"
         )
-    stored, targets = task.train.inputs[:2].to(model.device), task.train.targets[:2].to(model.device)
+    stored, targets = task.train.inputs[:0].to(model.device), task.train.targets[:0].to(model.device)  # of no record
     warnings += checks.check_rows(task.prepare, task.augment, stored)
     return warnings + checks.check_model(model.module, task.loss, task.prepare(stored), targets)

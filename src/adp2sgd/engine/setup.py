@@ -33,7 +33,7 @@ from adp2sgd.progress import Progress
 from adp2sgd.record import Folder, LearnerResult, Point, Run, versions
 from adp2sgd.task import Task, resolve
 
-SEEDED_PIECE = 512  # rows (a record has `copies` of them) whose gradients are taken at once in a seeded run
+SEEDED_PIECE = 512  # most rows (a record has `copies` of them) whose gradients are taken at once in a seeded run
 NO_GUARANTEE = {
     "none": "the gradients carry no noise",
     "paper": "the paper's noise is added to gradients that are not clipped, so one record's influence is unbounded",

@@ -104,7 +104,7 @@ def _beyond_pld(parts: tuple[Part, ...], delta: float, adjacency: str) -> str:
         return f"δ = {delta:g} is too small for PLD"
     weakest = min(noise for noise, _, _ in parts)
     if adjacency == ADD_REMOVE:
-        return "ε passes 100" if _by_rdp(parts, delta, adjacency).epsilon > LARGEST_PLD else ""
+        return "ε is too large for PLD" if _by_rdp(parts, delta, adjacency).epsilon > LARGEST_PLD else ""
     return f"noise_multiplier = {weakest:g} is too small for PLD" if weakest < 0.2 else ""
 
 

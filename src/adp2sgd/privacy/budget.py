@@ -148,7 +148,7 @@ class Budget:
         return self.plan.max_steps - self._left - self._ledger.remaining
 
     def draw(self) -> None:
-        """Charge one step, durably, before its batch and noise are drawn."""
+        """Charge one step, durably, before its gradient is taken and its noise drawn."""
         if self._ledger.remaining:
             self._ledger.draw()
             return

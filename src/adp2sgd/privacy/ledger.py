@@ -123,7 +123,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: str | Path, *, dataset: str, site: str, run: str = "", block: int = 32) -> Ledger:
-        """Take the ledger of `site` for the data set with fingerprint `dataset`; made where there is none yet.
+        """Take the ledger of `site` for the data set of the name `dataset`; made where there is none yet.
 
         `block` is for a new file; an existing one keeps its own. Raises LedgerError while another process has it.
         """
@@ -176,7 +176,7 @@ class Ledger:
         self.remaining = steps
 
     def draw(self) -> None:
-        """Use one reserved step: call it before each draw of batch and noise."""
+        """Use one reserved step: call it before each gradient and its noise."""
         if not self.remaining:
             raise LedgerError("no reserved step is left; reserve a block first")
         self._refuse_fenced()
