@@ -25,6 +25,7 @@ from adp2sgd.config import Config, Data, Optimizer, Privacy, Speeds
 from adp2sgd.data import heart, table
 from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate, train
+from adp2sgd.engine.fit import check_privacy
 from adp2sgd.engine.setup import make_learner, prepare
 from adp2sgd.errors import Adp2sgdError, ConfigError, PrivacyError, RunError
 from adp2sgd.flat import FlatModel
@@ -509,6 +510,20 @@ def layers_seeds(folder: Path) -> dict[str, list[str]]:
         process, seed = line.split()
         found.setdefault(process, []).append(seed)
     return found
+
+
+def test_what_is_refused_does_not_depend_on_a_record() -> None:
+    setup, seen = prepare(PRIVATE), list[Tensor]()
+
+    def watching(rows: Tensor) -> Tensor:
+        seen.append(rows)
+        return rows
+
+    given = setup.task.train
+    marked = replace(setup.task, prepare=watching, train=Records(torch.full_like(given.inputs, 777.0), given.targets))
+    check_privacy(PRIVATE, marked, setup.model, setup.shards)
+    assert len(seen) > 1
+    assert not any(bool((rows == 777.0).any()) for rows in seen)
 
 
 def test_learners_share_no_draws_of_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
