@@ -345,8 +345,8 @@ def cycles(number: int, folder: Path) -> None:
     assert not {name for name in set(os.listdir("/tmp")) - before[1] if "adp2sgd" in name}
 
 
-def test_8_cycles_leave_nothing_behind(tmp_path: Path) -> None:
-    cycles(8, tmp_path)
+def test_5_cycles_leave_nothing_behind(tmp_path: Path) -> None:
+    cycles(5, tmp_path)
 
 
 @pytest.mark.slow
