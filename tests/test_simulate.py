@@ -337,7 +337,7 @@ def test_resuming_gives_the_result_of_an_uninterrupted_run(
             simulate(settings, tmp_path / "parts", resume=True)
         return
     for other, words in (
-        (settings.replace(seed=None), "seed = .* holds a run with seed = "),
+        (settings.replace(seed=None), r"seed = \(unset\), but .* holds a run with seed = \d"),
         (settings.replace(learners=settings.learners + 1), "learners = .* holds a run with learners = "),
         (settings.replace(optimizer=settings.optimizer.replace(momentum=0.25)), r"optimizer\.momentum = 0\.25, but "),
     ):

@@ -1,6 +1,6 @@
 """Train one model across many sites that keep their data: asynchronous, decentralized, differentially private.
 
-Names are loaded when they are first used: PyTorch takes seconds, and half of the commands do without it.
+Names are loaded when they are first used: PyTorch takes seconds, and some commands do without it.
 """
 
 from importlib import import_module

@@ -385,11 +385,12 @@ def typed(hint: Any, value: Any, key: str) -> Any:
 
 
 def difference(one: Config, other: Config) -> tuple[str, str, str] | None:
-    """The first key at which two configurations differ, and both values as they are written; None if they are equal."""
+    """The first key at which two configurations differ, and both values in words; None if they are equal."""
     first, second = (_leaves(tomllib.loads(each.to_toml())) for each in (one, other))
     for key in sorted(first.keys() | second.keys()):
         if first.get(key) != second.get(key):
-            return key, _show(first.get(key, "")), _show(second.get(key, ""))
+            values = [_show(each[key]) if key in each else "(unset)" for each in (first, second)]
+            return key, values[0], values[1]
     return None
 
 
