@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 
@@ -12,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from adp2sgd.engine.speeds import round_seconds
 from adp2sgd.engine.worker import Worker
 from adp2sgd.errors import LedgerError
-from adp2sgd.progress import Count
+from adp2sgd.progress import Count, Key
 
 
 class StrandedError(Exception):
@@ -26,11 +27,15 @@ class SyncWorker(Worker):
     A lost learner ends the run: the supervisor says so, and the others wait for its word.
     """
 
+    _counts: dict[Key, Count]
+
     def assemble(self) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         world = self.config.learners
         on_gpu = self.setup.device.type == "cuda" and torch.cuda.device_count() >= world
         store = TCPStore("127.0.0.1", self.order["port"], is_master=False)
+        self._tell_earlier(store)
+        self._publish()
         distributed.init_process_group(
             "nccl" if on_gpu else "gloo", store=store, rank=self.place.learner, world_size=world
         )
@@ -38,7 +43,7 @@ class SyncWorker(Worker):
     def train(self) -> None:
         try:
             self._average()
-            self.learner.read.copy_(self.learner.state)
+            self._publish()
             while self._round():
                 pass
         except StrandedError as error:  # the supervisor knows who was lost
@@ -49,11 +54,28 @@ class SyncWorker(Worker):
             distributed.destroy_process_group()
 
     def snapshot(self, out: Tensor | None = None) -> Tensor:
-        """The model that all learners had after the last round: the state itself is half-summed within an all-reduce.
+        """The model that all learners had after the last round: the state is half-summed within an all-reduce."""
+        with self.exchanger.seam:
+            return self.learner.read.clone() if out is None else out.copy_(self.learner.read)
 
-        Without the mutex: a copy that a new round overtakes holds coordinates of two rounds in a row.
-        """
-        return self.learner.read.clone() if out is None else out.copy_(self.learner.read)
+    def counts(self) -> dict[Key, Count]:
+        """As they were after the last round: the own count is ahead of the others' within one."""
+        return self._counts
+
+    def _tell_earlier(self, store: TCPStore) -> None:
+        """After a resume some learners may have older checkpoints than others: all take the highest counts."""
+        progress = self.learner.progress
+        own = [[*key, count.steps, count.stopped] for key, count in progress.counts().items()]
+        store.set(f"counts/{self.place.learner}", json.dumps(own))
+        for other in self.place.others:
+            theirs = json.loads(store.get(f"counts/{other}"))
+            progress.merge({(learner, start): Count(steps, stopped) for learner, start, steps, stopped in theirs})
+
+    def _publish(self) -> None:
+        """What others see is the model and the counts of one round."""
+        with self.exchanger.seam:
+            self.learner.read.copy_(self.learner.state)
+            self._counts = self.learner.progress.counts()
 
     def _round(self) -> bool:
         """One step of everybody. False when the run ends after it."""
@@ -62,8 +84,9 @@ class SyncWorker(Worker):
         stepped = self._descend(began)
         self._average()
         self._note_exchange()
-        steps, over, able = self._agree()
-        self.learner.read.copy_(self.learner.state)
+        over, able = self._agree()
+        self._publish()
+        steps = self.learner.progress.total
         if stepped:
             self.note_step(0, began)
         self.turns += 1
@@ -95,24 +118,17 @@ class SyncWorker(Worker):
         tally.completed += 1
         tally.bytes_sent += 2 * self.learner.state.nbytes * (world - 1) // world
 
-    def _agree(self) -> tuple[int, bool, bool]:
-        """The global step count, whether somebody was told to end, and whether somebody can still step.
-
-        All must come to the same answer; but after a resume some may have older checkpoints, and so count fewer steps
-        of earlier starts. The most that anybody counts is right.
-        """
+    def _agree(self) -> tuple[bool, bool]:
+        """Learn everybody's step count, whether somebody was told to end, and whether somebody can still step."""
         me, world, progress = self.place.learner, self.config.learners, self.learner.progress
-        counts = progress.counts()
-        now = [counts.get((k, self.place.start), Count()).steps for k in range(world)]
-        facts: Tensor = torch.zeros(2 * world + 2, dtype=torch.int64)
-        facts[me], facts[world + me] = now[me], progress.total - sum(now)
+        facts: Tensor = torch.zeros(world + 2, dtype=torch.int64)
+        facts[me] = progress.counts()[progress.own].steps
         facts[-2], facts[-1] = int(self.exchanger.over.is_set()), int(self.learner.may_step)
         facts = facts.to(self.setup.device)
         _all_reduce(facts)
-        *both, over, able = facts.tolist()
-        steps, earlier = both[:world], both[world:]
+        *steps, over, able = facts.tolist()
         progress.merge({(k, self.place.start): Count(steps[k]) for k in self.place.others})
-        return sum(steps) + max(earlier), bool(over), bool(able)
+        return bool(over), bool(able)
 
 
 def _all_reduce(tensor: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from adp2sgd.exchange.protocol import Answer, Busy, Copy, Exchange, Message, Model, Request
 from adp2sgd.exchange.shared import NO_SLOT, Datagram, Inbox, Layout, Memory, Outbox, Post, decode, encode
 from adp2sgd.learner import Learner
+from adp2sgd.progress import Count, Key
 
 BEAT_S = 0.2  # between two reports to the supervisor
 SUPERVISOR = "supervisor"
@@ -53,11 +54,14 @@ class Exchanger(threading.Thread):
         target_steps: int,
         report: Callable[[], dict[str, Any]],
         snapshot: Callable[[Tensor], Tensor] | None = None,
+        counts: Callable[[], dict[Key, Count]] | None = None,
     ) -> None:
-        """`snapshot` copies what others are to see into a given tensor; by default the learner's state."""
+        """`snapshot` copies what others are to see into a given tensor, by default the learner's state; `counts` gives
+        the step counts that a look sees with it."""
         super().__init__(name="exchange", daemon=True)
         self.go, self.over, self.reached = threading.Event(), threading.Event(), threading.Event()
         self.wake = threading.Event()  # set with `over` or `reached`
+        self.seam = threading.RLock()  # held while what `snapshot` and `counts` give is replaced
         layout = Layout(len(learner.state), learner.state.dtype)
         self.deadline_s = layout.deadline_s
         memory = Memory(place.descriptors[place.learner], layout)
@@ -70,6 +74,7 @@ class Exchanger(threading.Thread):
         self._place = place
         self._target_steps = target_steps
         self._report = report
+        self._counts = counts or learner.progress.counts
         self._wanted: tuple[type[Message], int] | None = None
         self._news = False
         self._closing = False
@@ -223,13 +228,13 @@ class Exchanger(threading.Thread):
         me, outbox = self._place.learner, self._outbox
         room = len(outbox.free) >= 2  # one stays for a commit, as above
         kind = Model if room and not self._closing and not self.exchange.lost else Busy
-        counts = self._learner.progress.counts()
-        reply = kind(sender=me, receiver=me, initiator=me, number=number, progress=counts)
+        with self.seam:
+            reply = kind(sender=me, receiver=me, initiator=me, number=number, progress=self._counts())
+            if kind is Model:
+                outbox.take()
         if kind is Busy:
             self._post.send(OBSERVER, encode(reply))
-            return
-        outbox.take()
-        if not self._post.send(OBSERVER, encode(reply, outbox.slot, outbox.memory.sequence(outbox.slot))):
+        elif not self._post.send(OBSERVER, encode(reply, outbox.slot, outbox.memory.sequence(outbox.slot))):
             outbox.take_back()
 
     def _patience(self) -> float:

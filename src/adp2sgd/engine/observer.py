@@ -2,7 +2,8 @@
 
 Each learner's exchange thread takes its snapshot beside those for its partners, so that training waits for nothing.
 A learner that is dead, restarting or silent is left out; a point for which less than half of the learners answered is
-skipped, and so is one that falls due while another is evaluated. Only vectors that travel anyway are read.
+skipped, and so is one that falls due while another is evaluated. In SYNC one learner is asked: after a round all have
+the same model. Only vectors that travel anyway are read.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Mean:
 
     learners: int = 0
     seconds: float = 0.0  # of training, when the last snapshot came
-    counts: dict[Key, list[int]] = field(default_factory=dict)  # each learner's steps, as each answer has them
+    counts: dict[Key, int] = field(default_factory=dict)  # steps: the most that anybody knows of
     _first: Tensor = field(default_factory=lambda: torch.empty(0))
     _total: Tensor = field(default_factory=lambda: torch.empty(0))
     _squares: float = 0.0
@@ -100,6 +101,7 @@ class Observer(threading.Thread):
         self._setup, self._folder = setup, folder
         self._post = Post(token, OBSERVER)
         self._memories = [Memory(each, layout) for each in descriptors]  # not pinned: this process outlives them
+        self._asked = 1 if setup.config.algorithm == "sync" else setup.config.learners
         self._patience_s = 2 * layout.deadline_s
         self._every = setup.config.evaluate_every * setup.steps_per_epoch
         self._seen = curve[-1].global_steps if curve else 0  # global steps at the last evaluation
@@ -142,13 +144,10 @@ class Observer(threading.Thread):
 
     def _look(self) -> None:
         mean = self.gather()
-        learners = self._setup.config.learners
-        metrics = self._metrics(mean.theta) if 2 * mean.learners >= learners else None
+        metrics = self._metrics(mean.theta) if 2 * mean.learners >= self._asked else None
         if metrics is None:
             return
-        # A learner of SYNC shows the model of the last round, and its own count may be ahead of it; the others' is not.
-        pick = min if self._setup.config.algorithm == "sync" else max
-        steps = sum(map(pick, mean.counts.values()))
+        steps = sum(mean.counts.values())
         self._seen = max(self._seen, steps)
         if self.curve and steps <= self.curve[-1].global_steps:
             return  # the session before this one was further when it was killed
@@ -159,16 +158,16 @@ class Observer(threading.Thread):
             loss=metrics.loss,
             accuracy=metrics.accuracy,
             consensus=mean.consensus,
-            learners=mean.learners if mean.learners < learners else None,
+            learners=mean.learners if mean.learners < self._asked else None,
         )
         self.curve.append(point)
         write_point(self._folder, point)
 
     def gather(self) -> Mean:
-        """Ask every learner that is there for a snapshot, and average those that come in time."""
+        """Ask the learners that are there for a snapshot, and average those that come in time."""
         self._number += 1
         mean, end = Mean(), time.monotonic() + self._patience_s
-        waiting = {learner for learner in range(self._setup.config.learners) if self._ask(learner)}
+        waiting = {learner for learner in range(self._asked) if self._ask(learner)}
         while waiting and not self._closing and time.monotonic() < end:
             select.select([self._post], [], [], AGAIN_S)
             came, seconds = list(self._post.receive()), self._clock()  # adding up takes longer than the snapshots
@@ -194,7 +193,7 @@ class Observer(threading.Thread):
         waiting.discard(message.sender)
         mean.seconds = seconds
         for key, count in message.progress.items():
-            mean.counts.setdefault(key, []).append(count.steps)
+            mean.counts[key] = max(mean.counts.get(key, 0), count.steps)
         mean.add(state)
         return None
 

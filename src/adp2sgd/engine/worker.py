@@ -26,6 +26,7 @@ from adp2sgd.engine.threads import SMALL_STEP
 from adp2sgd.errors import Adp2sgdError, DivergedError, LedgerError
 from adp2sgd.exchange.shared import Post
 from adp2sgd.learner import Learner
+from adp2sgd.progress import Count, Key
 from adp2sgd.record import Folder
 
 WATCH_EVERY = 32  # steps between looks at the gradient norms, so that a GPU is not made to wait at each
@@ -61,7 +62,13 @@ class Worker:
         if not order["exchange"]:  # then nobody hears of the others' steps: each takes its share
             self.target_steps = math.ceil(setup.target_steps / self.config.learners)
         self.exchanger = Exchanger(
-            place, self.learner, post, target_steps=self.target_steps, report=self.status, snapshot=self.snapshot
+            place,
+            self.learner,
+            post,
+            target_steps=self.target_steps,
+            report=self.status,
+            snapshot=self.snapshot,
+            counts=self.counts,
         )
         self.keeper = Keeper(
             setup, self.learner, folder, {"start": place.start, "seed": setup.seed}, snapshot=self.snapshot
@@ -122,6 +129,10 @@ class Worker:
     def snapshot(self, out: Tensor | None = None) -> Tensor:
         """What others, and checkpoints, see of the learner; copied by the exchange thread and by the keeper."""
         return self.learner.snapshot(out)
+
+    def counts(self) -> dict[Key, Count]:
+        """The step counts that a look at θ sees with the snapshot."""
+        return self.learner.progress.counts()
 
     # ------------------------------------------------------------ training
 
