@@ -583,12 +583,12 @@ def test_learners_share_a_gpu(algorithm: str, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_what_follows_the_padding_is_not_added_to_every_step() -> None:
     def start(padded_to: float, *, pad: bool = True) -> float:
-        speeds = SimpleNamespace(pad=pad, step_s=1.0)
+        speeds = SimpleNamespace(pad=pad, step_s=1000.0)
         worker = SimpleNamespace(config=SimpleNamespace(speeds=speeds), _padded_to=padded_to)
         return Worker._start(worker)  # type: ignore[arg-type]
 
     now = time.monotonic()
-    assert start(now - 0.01) == now - 0.01  # a little late: the step began when the last one's time was up
-    assert start(now - 0.5) >= now  # far behind: it begins now, and nothing is made up for
+    assert start(now - 10) == now - 10  # a little late: the step began when the last one's time was up
+    assert start(now - 500) >= now  # far behind: it begins now, and nothing is made up for
     assert start(-math.inf) >= now  # the first step
-    assert start(now - 0.01, pad=False) >= now
+    assert start(now - 10, pad=False) >= now
