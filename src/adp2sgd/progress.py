@@ -7,7 +7,7 @@ count. A restart opens a new key, so that no step is hidden or counted twice.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Key = tuple[int, int]
@@ -20,6 +20,15 @@ class Count:
 
     steps: int = 0
     stopped: bool = False
+
+
+def to_rows(counts: Mapping[Key, Count]) -> list[list[int]]:
+    """Counts as plain numbers, for JSON: learner, start, steps, stopped."""
+    return [[*key, count.steps, int(count.stopped)] for key, count in counts.items()]
+
+
+def from_rows(rows: Iterable[Sequence[int]]) -> dict[Key, Count]:
+    return {(learner, start): Count(steps, bool(stopped)) for learner, start, steps, stopped in rows}
 
 
 class Progress:

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from adp2sgd.engine.speeds import round_seconds
 from adp2sgd.engine.worker import Worker
 from adp2sgd.errors import LedgerError
-from adp2sgd.progress import Count, Key
+from adp2sgd.progress import Count, Key, from_rows, to_rows
 
 
 class StrandedError(Exception):
@@ -65,11 +65,9 @@ class SyncWorker(Worker):
     def _tell_earlier(self, store: TCPStore) -> None:
         """After a resume some learners may have older checkpoints than others: all take the highest counts."""
         progress = self.learner.progress
-        own = [[*key, count.steps, count.stopped] for key, count in progress.counts().items()]
-        store.set(f"counts/{self.place.learner}", json.dumps(own))
+        store.set(f"counts/{self.place.learner}", json.dumps(to_rows(progress.counts())))
         for other in self.place.others:
-            theirs = json.loads(store.get(f"counts/{other}"))
-            progress.merge({(learner, start): Count(steps, stopped) for learner, start, steps, stopped in theirs})
+            progress.merge(from_rows(json.loads(store.get(f"counts/{other}"))))
 
     def _publish(self) -> None:
         """What others see is the model and the counts of one round."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from adp2sgd.engine.events import Event, Member, StepEnd, Turn
 from adp2sgd.errors import RunError
 from adp2sgd.exchange.protocol import MESSAGES, Message, Tally
-from adp2sgd.progress import Count
+from adp2sgd.progress import from_rows, to_rows
 from adp2sgd.record import Folder, Point
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _pack_member(member: Member, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "read_at": member.read_at,
         "staleness_total": member.staleness_total,
         "staleness_max": member.staleness_max,
-        "progress": _pack_counts(learner.progress.counts()),
+        "progress": to_rows(learner.progress.counts()),
         "tally": asdict(member.exchange.tally),
         "number": member.exchange.number,
         "current": None if member.exchange.current is None else _pack_event(member.exchange.current, tensors),
@@ -101,7 +101,7 @@ def _unpack_member(member: Member, kept: dict[str, Any], tensors: dict[str, Tens
         learner.velocity.copy_(tensors[f"{learner.number}.velocity"])
     learner.clip_norm = kept.get("clip_norm")
     learner.resume_at(kept["steps"])
-    learner.progress.restore(_unpack_counts(kept["progress"]))
+    learner.progress.restore(from_rows(kept["progress"]))
     for name in ("turns", "read_at", "staleness_total", "staleness_max"):
         setattr(member, name, kept[name])
     member.exchange.tally = Tally(**kept["tally"])
@@ -124,7 +124,7 @@ def _pack_event(event: Event, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "receiver": event.receiver,
         "initiator": event.initiator,
         "number": event.number,
-        "progress": _pack_counts(dict(event.progress)),
+        "progress": to_rows(event.progress),
         "snapshot": name,
     }
 
@@ -133,14 +133,6 @@ def _unpack_event(kept: dict[str, Any], tensors: dict[str, Tensor]) -> Event:
     kind = kept.pop("kind")
     if kind in MESSAGES:
         snapshot = None if kept["snapshot"] is None else tensors[kept["snapshot"]]
-        progress = _unpack_counts(kept["progress"])
+        progress = from_rows(kept["progress"])
         return MESSAGES[kind](**{**kept, "progress": progress, "snapshot": snapshot})
     return StepEnd(kept["learner"]) if kind == "StepEnd" else Turn(kept["learner"])
-
-
-def _pack_counts(counts: dict[tuple[int, int], Count]) -> list[list[int]]:
-    return [[*key, count.steps, int(count.stopped)] for key, count in counts.items()]
-
-
-def _unpack_counts(kept: list[list[int]]) -> dict[tuple[int, int], Count]:
-    return {(learner, start): Count(steps, bool(stopped)) for learner, start, steps, stopped in kept}

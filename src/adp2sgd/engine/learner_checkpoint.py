@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adp2sgd.errors import RunError
 from adp2sgd.learner import Learner
-from adp2sgd.progress import Count, Key
+from adp2sgd.progress import Count, Key, from_rows, to_rows
 from adp2sgd.record import Folder
 
 NEWEST, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
@@ -33,9 +33,7 @@ class Saved:
 
     @property
     def counts(self) -> dict[Key, Count]:
-        return {
-            (learner, start): Count(steps, bool(stopped)) for learner, start, steps, stopped in self.facts["counts"]
-        }
+        return from_rows(self.facts["counts"])
 
 
 def save(folder: Folder, learner: Learner, state: Tensor, facts: Mapping[str, Any]) -> None:
@@ -46,13 +44,12 @@ def save(folder: Folder, learner: Learner, state: Tensor, facts: Mapping[str, An
     if learner.velocity is not None:
         tensors["velocity"] = learner.velocity.clone()
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-    counts = [[*key, count.steps, int(count.stopped)] for key, count in learner.progress.counts().items()]
     if (own / NEWEST).exists():
         with folder.replacing(f"{own.name}/{PREVIOUS}") as part:
             part.unlink()
             os.link(own / NEWEST, part)
-    everything = {**facts, "clip_norm": learner.clip_norm, "counts": counts, "checksums": _checksums(tensors)}
-    folder.save_tensors(f"{own.name}/{NEWEST}", tensors, everything)
+    facts = {**facts, "clip_norm": learner.clip_norm, "counts": to_rows(learner.progress.counts())}
+    folder.save_tensors(f"{own.name}/{NEWEST}", tensors, {**facts, "checksums": _checksums(tensors)})
 
 
 def load(folder: Folder, number: int) -> Saved | None:

@@ -26,7 +26,7 @@ from adp2sgd.engine.threads import SMALL_STEP
 from adp2sgd.errors import Adp2sgdError, DivergedError, LedgerError
 from adp2sgd.exchange.shared import Post
 from adp2sgd.learner import Learner
-from adp2sgd.progress import Count, Key
+from adp2sgd.progress import Count, Key, to_rows
 from adp2sgd.record import Folder
 
 WATCH_EVERY = 32  # steps between looks at the gradient norms, so that a GPU is not made to wait at each
@@ -116,7 +116,7 @@ class Worker:
             raise error
         slot = self.exchanger.leave()
         self.state = "ended"
-        counts = [[*key, count.steps, int(count.stopped)] for key, count in self.learner.progress.counts().items()]
+        counts = to_rows(self.learner.progress.counts())
         last_words(self.post, {**self.status(), "counts": counts, "slot": slot})
 
     def exchange_before(self) -> None:

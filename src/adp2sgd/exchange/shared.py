@@ -29,7 +29,7 @@ from torch import Tensor
 from adp2sgd.errors import ConfigError
 from adp2sgd.exchange.protocol import MESSAGES, Message
 from adp2sgd.learner import Learner
-from adp2sgd.progress import Count
+from adp2sgd.progress import from_rows, to_rows
 
 # one exchange at a time, one whose reader has not released it yet, one for a learner that comes back, one for a look
 # at θ; pages are taken only when they are written
@@ -258,8 +258,7 @@ def encode(message: Message, slot: int = NO_SLOT, sequence: int = 0) -> bytes:
     """A fixed head and the step counts; the snapshot stays in its slot."""
     kind = KINDS.index(type(message))
     head = HEAD.pack(kind, message.sender, message.receiver, message.initiator, message.number, slot, sequence)
-    counts = (COUNT.pack(*key, count.steps, count.stopped) for key, count in message.progress.items())
-    return head + b"".join(counts)
+    return head + b"".join(COUNT.pack(*row) for row in to_rows(message.progress))
 
 
 def decode(data: bytes) -> Datagram:
@@ -267,7 +266,6 @@ def decode(data: bytes) -> Datagram:
     if data[:1] == b"{":
         return Datagram(None, note=data)
     kind, sender, receiver, initiator, number, slot, sequence = HEAD.unpack_from(data)
-    counts = COUNT.iter_unpack(data[HEAD.size :])
-    progress = {(learner, start): Count(steps, stopped) for learner, start, steps, stopped in counts}
+    progress = from_rows(COUNT.iter_unpack(data[HEAD.size :]))
     message = KINDS[kind](sender=sender, receiver=receiver, initiator=initiator, number=number, progress=progress)
     return Datagram(message, slot, sequence)

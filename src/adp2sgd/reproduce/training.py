@@ -193,7 +193,7 @@ def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> d
             shutil.rmtree(folder, ignore_errors=True)
             run = train(settings, folder, on_status=lambda now: points.update({p.global_steps: p for p in now.curve}))
         else:
-            run = _simulated(settings, folder, points, quiet)
+            run = _simulated(settings, folder, resumed, points, quiet)
     except DivergedError as error:
         figures |= {"diverged": str(error).partition(";")[0], "curve": _curve(list(points.values()))}
         return figures | {"accuracy": None, "loss": None, "virtual_seconds": None}
@@ -214,8 +214,8 @@ def _begun(folder: Path, settings: Config) -> bool:
     return kept and config.difference(settings, Folder.open(folder).settings) is None
 
 
-def _simulated(settings: Config, folder: Path, points: dict[int, Point], quiet: bool) -> Run:
-    if resume := _begun(folder, settings):
+def _simulated(settings: Config, folder: Path, resume: bool, points: dict[int, Point], quiet: bool) -> Run:
+    if resume:
         if (folder / "result.json").exists():
             return read_result(folder)
         points |= {p["global_steps"]: Point(**p) for p in checkpoint.read(Folder.open(folder)).facts["curve"]}
