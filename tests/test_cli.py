@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pty
+import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +201,26 @@ def test_the_demo_ends_in_a_table(tmp_path: Path) -> None:
     assert "A(DP)²SGD" in done.stdout
     assert "not this run" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "sign"),
+    [("models", "building the models"), ("topology ring", "eigenvalues of 8 learners"), ("topology none", "unknown")],
+)
+def test_a_terminal_shows_that_something_is_under_way(command: str, sign: str) -> None:
+    """And takes it back before the answer, or the error, of which standard output holds nothing else."""
+    ours, theirs = pty.openpty()
+    arguments = [sys.executable, "-m", "adp2sgd", *command.split()]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # the terminal is gone when the last program that writes to it is
+            while part := os.read(ours, 1000):
+                shown += part
+        answer = process.communicate()[0].decode()
+    os.close(ours)
+    assert sign in shown.decode()
+    assert shown.rpartition(b"\x1b[2K")[2].count(b"\n") == (process.returncode == 2)  # erased, but for an error's line
+    assert "eigenvalues" not in answer

@@ -67,7 +67,10 @@ def simulate(
     quiet: Quiet = False,
 ) -> None:
     """Run a configuration in virtual time, all learners in this process."""
-    from adp2sgd import engine, view
+    from adp2sgd import view
+
+    with view.waiting(quiet=quiet):
+        from adp2sgd import engine
 
     chosen, folder = _chosen(config, settings, out, resume)
     with view.progress(chosen, quiet=quiet) as on_status:
@@ -85,8 +88,11 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Run a configuration in real time on this machine, one process per learner."""
-    from adp2sgd import engine, view
-    from adp2sgd.engine.liveview import watching
+    from adp2sgd import view
+
+    with view.waiting(quiet=quiet):
+        from adp2sgd import engine
+        from adp2sgd.engine.liveview import watching
 
     chosen, folder = _chosen(config, settings, out, resume)
     with watching(quiet) as on_status:
@@ -107,17 +113,18 @@ def topology(
     from adp2sgd import topology as graphs
 
     settings = config.Config(learners=learners, topology=config.Topology(graph=graph, partner=partner, degree=degree))
-    built = graphs.build(settings.topology, learners)
-    figures = {
-        "graph": graph,
-        "learners": learners,
-        "partner": partner,
-        "degree": built.degree,
-        "edges": len(built.edges),
-        "connected": True,
-        "rho": built.rho,
-        "rho_bar": built.rho_bar,
-    }
+    with view.waiting(f"eigenvalues of {learners:,} learners"):
+        built = graphs.build(settings.topology, learners)
+        figures = {
+            "graph": graph,
+            "learners": learners,
+            "partner": partner,
+            "degree": built.degree,
+            "edges": len(built.edges),
+            "connected": True,
+            "rho": built.rho,
+            "rho_bar": built.rho_bar,
+        }
     if json:
         view.print_json(figures)
     else:
@@ -130,9 +137,11 @@ def models(json: Json = False) -> None:
     from dataclasses import asdict
 
     from adp2sgd import view
-    from adp2sgd.models import catalogue
 
-    found = catalogue()
+    with view.waiting("building the models"):
+        from adp2sgd.models import catalogue
+
+        found = catalogue()
     if json:
         view.print_json([asdict(each) for each in found])
         return
@@ -143,7 +152,10 @@ def models(json: Json = False) -> None:
 @app.command(epilog="Example: adp2sgd demo")
 def demo(json: Json = False) -> None:
     """SYNC against ADPSGD on handwritten digits, 8 learners, one of them 10 times slower. Takes seconds."""
-    from adp2sgd import demo as story
+    from adp2sgd import view
+
+    with view.waiting():
+        from adp2sgd import demo as story
 
     story.play(as_json=json)
 
@@ -159,9 +171,12 @@ def explain(
 
     from adp2sgd import view
     from adp2sgd.config import Config, load
-    from adp2sgd.engine.setup import explain_gradients
 
-    rows = explain_gradients((Config() if config is None else load(config)).with_settings(settings))
+    chosen = (Config() if config is None else load(config)).with_settings(settings)
+    with view.waiting(f"building {chosen.task}"):
+        from adp2sgd.engine.setup import explain_gradients
+
+        rows = explain_gradients(chosen)
     if json:
         view.print_json([asdict(row) for row in rows])
     else:
@@ -189,8 +204,11 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Run a study of the paper again, cell by cell. Finished cells are never run twice; interrupted ones go on."""
-    from adp2sgd.reproduce import command
-    from adp2sgd.reproduce.cells import Choice
+    from adp2sgd import view
+
+    with view.waiting(quiet=quiet):
+        from adp2sgd.reproduce import command
+        from adp2sgd.reproduce.cells import Choice
 
     choice = Choice(
         quick=quick,
@@ -236,10 +254,12 @@ def privacy_epsilon(
     json: Json = False,
 ) -> None:
     """ε after a number of private steps."""
+    from adp2sgd import view
     from adp2sgd.privacy.accountant import epsilon
     from adp2sgd.privacy.mechanism import SampledGaussian
 
-    spent = epsilon(SampledGaussian(noise_multiplier, sample_rate), steps, delta, accountant, adjacency)
+    with view.waiting("composing the steps"):
+        spent = epsilon(SampledGaussian(noise_multiplier, sample_rate), steps, delta, accountant, adjacency)
     _print_budget(spent, noise_multiplier, sample_rate, steps, json)
 
 
@@ -255,12 +275,14 @@ def privacy_noise(
     json: Json = False,
 ) -> None:
     """The least noise multiplier that keeps a number of steps within ε."""
+    from adp2sgd import view
     from adp2sgd.privacy import accountant
     from adp2sgd.privacy.calibrate import noise_for
     from adp2sgd.privacy.mechanism import SampledGaussian
 
-    noise = noise_for(epsilon=epsilon, delta=delta, sample_rate=sample_rate, steps=steps, adjacency=adjacency)
-    spent = accountant.epsilon(SampledGaussian(noise, sample_rate), steps, delta, "pld", adjacency)
+    with view.waiting("searching the noise"):
+        noise = noise_for(epsilon=epsilon, delta=delta, sample_rate=sample_rate, steps=steps, adjacency=adjacency)
+        spent = accountant.epsilon(SampledGaussian(noise, sample_rate), steps, delta, "pld", adjacency)
     _print_budget(spent, noise, sample_rate, steps, json)
 
 
@@ -276,18 +298,20 @@ def privacy_steps(
     json: Json = False,
 ) -> None:
     """The most steps that stay within ε; 10¹² where even so many do."""
+    from adp2sgd import view
     from adp2sgd.privacy import accountant
     from adp2sgd.privacy.calibrate import steps_for
     from adp2sgd.privacy.mechanism import SampledGaussian
 
-    steps = steps_for(
-        epsilon=epsilon,
-        delta=delta,
-        sample_rate=sample_rate,
-        noise_multiplier=noise_multiplier,
-        adjacency=adjacency,
-    )
-    spent = accountant.epsilon(SampledGaussian(noise_multiplier, sample_rate), steps, delta, "pld", adjacency)
+    with view.waiting("searching the number of steps; minutes where it is in the millions"):
+        steps = steps_for(
+            epsilon=epsilon,
+            delta=delta,
+            sample_rate=sample_rate,
+            noise_multiplier=noise_multiplier,
+            adjacency=adjacency,
+        )
+        spent = accountant.epsilon(SampledGaussian(noise_multiplier, sample_rate), steps, delta, "pld", adjacency)
     _print_budget(spent, noise_multiplier, sample_rate, steps, json)
 
 
@@ -318,8 +342,9 @@ def privacy_theorem(
         "batch_size": batch_size,
         "lipschitz": lipschitz,
     }
-    claim = theory.theorem_2(epsilon=epsilon, mu=mu, **setting)
-    truth = theory.neighbour_epsilon(claim.sigma, **setting)
+    with view.waiting("composing the steps"):
+        claim = theory.theorem_2(epsilon=epsilon, mu=mu, **setting)
+        truth = theory.neighbour_epsilon(claim.sigma, **setting)
     figures = {
         "epsilon": claim.epsilon,
         "delta": delta,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,6 +16,11 @@ from adp2sgd.config import Config
 if TYPE_CHECKING:  # tables of figures need no PyTorch, which takes seconds to load
     from adp2sgd.engine.simulate import Status
     from adp2sgd.record import Run
+
+
+def waiting(what: str = "loading PyTorch", quiet: bool = False) -> AbstractContextManager[object]:
+    """A turning sign while something takes seconds; nothing if not on a terminal."""
+    return Console(stderr=True, quiet=quiet).status(what)
 
 
 @contextmanager
