@@ -127,7 +127,7 @@ def test_convolution(
     module = nn.Sequential(layer, nn.Tanh())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Convolution, "_cost", lambda _: {"ghost": 0.0 if rule == "ghost" else 2.0, "per-record": 1.0})
-        patch.setattr(convolution, "PORTION_BYTES", portion)
+        patch.setitem(convolution.PORTION_BYTES, "cpu", portion)
         if rule != "ghost":
             patch.setattr(Convolution, "per_record", getattr(Convolution, rule))
         check(module, torch.randn(n * copies, 4, *range(size, size + axes)), copies=copies)
@@ -852,6 +852,25 @@ def test_gpu_equals_cpu(name, rule, monkeypatch):
     found = BookKeeping(model, squared).clipped_sum(inputs.cuda(), targets.double().cuda(), 1.0)
     assert close(found.norms.cpu(), expected.norms, 1e-6)
     assert close(found.total.cpu(), expected.total, 2e-3)  # the slack where TF32 is allowed
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("portion", [1, 1 << 30])
+def test_gpu_products_of_bfloat16_are_exact(copies, layout, portion, monkeypatch):
+    monkeypatch.setitem(convolution.PORTION_BYTES, "cuda", portion)
+    records = 2 * torch.get_num_threads() + 1
+    x, g = (torch.randn(records * copies, 16, 9, 9, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    layer = Convolution(
+        x.contiguous(memory_format=layout), g.contiguous(memory_format=layout),
+        torch.empty(16, 16, 3, 3, device="cuda"), Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1), records,
+    )  # fmt: skip
+    found = layer.per_record()
+    expected = Convolution(x.double(), g.double(), layer.weight.double(), layer.geometry, records)._side_by_side()
+    assert found.dtype == torch.float32
+    assert close(found.double(), expected, 1e-6)
 
 
 @pytest.mark.gpu

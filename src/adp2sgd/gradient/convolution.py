@@ -107,9 +107,8 @@ class Convolution:
 
     def _grams(self) -> tuple[Tensor, Tensor]:
         """[n·groups, length, length] of the patches and of the gradients at the outputs, in float64."""
-        if self.inputs.is_cuda and self.fold == 1 and prod(self.outputs.shape[2:]) <= FEW_PIXELS:  # fewer kernels
-            patches = self._copied().transpose(1, 2)
-            return gram(patches), gram(self.outputs.reshape(len(patches), -1, patches.shape[1]).transpose(1, 2))
+        if self.inputs.is_cuda and self.fold * prod(self.outputs.shape[2:]) <= FEW_PIXELS:  # fewer kernels
+            return gram(self._joined(self._seen()).transpose(1, 2)), gram(self._joined(self.outputs).transpose(1, 2))
         length = self.length
         gram_out = gram(self._flat_outputs())
         gram_in = torch.zeros_like(gram_out)
@@ -130,7 +129,7 @@ class Convolution:
         pixels = prod(self.outputs.shape[2:])
         few = channels // groups < FEW_CHANNELS or pixels <= FEW_PIXELS
         if self.inputs.is_cuda:
-            few = few or prod(self.geometry.stride) > 1 or prod(self.geometry.kernel) == 1
+            few = few or prod(self.geometry.stride) > 1 or prod(self.geometry.kernel) == 1 or self.inputs.itemsize == 2
         elif groups == 1 and (self.outputs.shape[1] > FEW_OUTPUTS or pixels <= FEW_PIXELS):
             return self._in_portions()
         return self._patches() if few else self._side_by_side()
@@ -154,14 +153,19 @@ class Convolution:
         return split.reshape(self.fold, -1, *images.shape[2:])
 
     def _patches(self) -> Tensor:
-        """Batched matrix products with the patches, copied: for few channels or pixels."""
-        groups, some = self.geometry.groups, self.portion * self.fold
-        outputs = self.outputs.reshape(len(self.inputs) * groups, -1, prod(self.outputs.shape[2:]))
-        pairs = zip(self._seen().split(some), outputs.split(some * groups), strict=True)
-        parts = [self._times(seen.reshape(len(g), -1, g.shape[2]), g) for seen, g in pairs]
+        """Batched matrix products with the patches, copied: for few channels or pixels, and in half precision."""
+        both = (self._seen(), self.outputs)
+        portions = zip(*(images.split(self.portion * self.fold) for images in both), strict=True)
+        parts = [self._times(self._joined(seen), self._joined(gradient)) for seen, gradient in portions]
         out = (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(1, 2)
-        by_record = out.reshape(self.n, self.fold, *self.weight.shape)
-        return by_record.sum(1) if self.fold > 1 else by_record[:, 0]
+        return out.reshape(self.n, *self.weight.shape)
+
+    def _joined(self, images: Tensor) -> Tensor:
+        """[n·groups, channels of a group (and kernel), fold·outputs] of images [n·fold, channels, …, *outputs]."""
+        axes, pixels = len(self.geometry.kernel), prod(self.outputs.shape[2:])
+        split = images.unflatten(0, (-1, self.fold)).movedim(1, -axes - 1)
+        out: Tensor = split.reshape(len(split) * self.geometry.groups, -1, self.fold * pixels)
+        return out
 
     @staticmethod
     def _times(patches: Tensor, gradient: Tensor) -> Tensor:
@@ -173,11 +177,9 @@ class Convolution:
 
     @property
     def portion(self) -> int:
-        """Records whose patches are copied at once: on a CPU they are to stay in its cache."""
-        if self.inputs.is_cuda:
-            return self.n
+        """Records whose patches are copied at once."""
         each = 4 * self.fold * prod(self.outputs.shape[2:]) * prod(self.geometry.kernel) * self.inputs.shape[1]
-        return min(self.n, max(torch.get_num_threads(), PORTION_BYTES // each))
+        return min(self.n, max(torch.get_num_threads(), PORTION_BYTES[self.inputs.device.type] // each))
 
     def _in_portions(self) -> Tensor:
         """The same with each pixel's channels together, which CPUs multiply fastest; without groups."""
@@ -200,12 +202,8 @@ class Convolution:
             torch.bmm(of, rows[: len(of)], out=to)
         return out.view(n, p, *g.kernel, c).movedim(-1, 2)
 
-    def _copied(self) -> Tensor:
-        """[n·fold·groups, c/groups·kernel, outputs]: what each output sees."""
-        return self._seen().reshape(len(self.inputs) * self.geometry.groups, -1, prod(self.outputs.shape[2:]))
-
     def _seen(self) -> Tensor:
-        """[n·fold, c, *kernel, *outputs]: the same, as a view of the padded input."""
+        """[n·fold, c, *kernel, *outputs]: what each output sees, as a view of the padded input."""
         g = self.geometry
         x = F.pad(self.inputs, [a for pad in reversed(g.padding) for a in (pad, pad)])
         strides = x.stride()[2:]
@@ -248,7 +246,7 @@ class Convolution:
 KIND = "convolution"
 TRAFFIC = 30
 FEW_CHANNELS, FEW_PIXELS, FEW_OUTPUTS = 8, 64, 32
-PORTION_BYTES = 1 << 20
-"""Patches are copied in portions of about this size, which a core's cache holds."""
+PORTION_BYTES = {"cpu": 1 << 20, "cuda": 1 << 30}
+"""Patches are copied in portions of about this size, which a core's cache holds, and a GPU's memory beside the rest."""
 REPEAT = {"cpu": 1.2, "cuda": 2.0}
 """How much longer the per-record gradients take than the plain weight gradient of the same layer, measured."""
