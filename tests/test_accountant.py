@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adp2sgd.errors import ConfigError, PrivacyError
+from adp2sgd.privacy import calibrate
 from adp2sgd.privacy.accountant import Spent, epsilon
 from adp2sgd.privacy.calibrate import noise_for, steps_for
 from adp2sgd.privacy.mechanism import Composed, Guarantee, SampledGaussian, with_count
@@ -202,6 +203,24 @@ def test_steps_for_a_budget(noise: float, expected: int) -> None:
     steps = steps_for(epsilon=8, delta=1e-5, sample_rate=0.08192, noise_multiplier=noise)
     assert steps == expected
     assert spent(0.08192, noise, steps, 1e-5).epsilon <= 8 < spent(0.08192, noise, steps + 1, 1e-5).epsilon
+
+
+@pytest.mark.parametrize(("target", "taken"), [(2.7, 0), (2.7, 500), (3.5, 0)])
+def test_steps_where_pld_gives_way_to_rdp(target: float, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ε jumps from 2.63 to 3.35 after 62,500 steps in all: a search by halves would ask PLD dozens of times."""
+    asked: list[int] = []
+
+    def counted(mechanism: Composed, *how: Any) -> Spent:
+        asked.append(sum(count for _, count in mechanism.parts))
+        return epsilon(mechanism, *how)
+
+    monkeypatch.setattr(calibrate, "epsilon_of", counted)
+    step, delta = SampledGaussian(1.0, 0.001), 1e-15
+    before = Composed(((step, taken),) if taken else ())
+    steps = taken + steps_for(epsilon=target, delta=delta, sample_rate=0.001, noise_multiplier=1.0, before=before)
+    assert epsilon(step, steps, delta).epsilon <= target < epsilon(step, steps + 1, delta).epsilon
+    assert (steps > 62_500) - (steps < 62_500) == (target == 3.5)
+    assert len({count for count in asked if count <= 62_500}) <= 20 - 12 * (target == 2.7)
 
 
 @pytest.mark.parametrize(

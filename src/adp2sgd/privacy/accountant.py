@@ -55,6 +55,11 @@ def epsilon(
     return _ACCOUNTANTS[accountant](_parts(mechanism, int(steps)), check_delta(delta), adjacency)
 
 
+def most_pld_steps(delta: float) -> int:
+    """Beyond so many steps in all, PLD gives way to a looser bound: ε jumps up there."""
+    return min(MOST_PLD_STEPS, int(delta / (1000 * BEYOND)))
+
+
 def check_delta(delta: float | None) -> float:
     """`delta`, or a PrivacyError when it is missing or no probability strictly between 0 and 1."""
     if delta is None:
@@ -98,10 +103,10 @@ def _by_pld(parts: tuple[Part, ...], delta: float, adjacency: str) -> Spent:
 def _beyond_pld(parts: tuple[Part, ...], delta: float, adjacency: str) -> str:
     """Why the loss distribution cannot answer, or nothing."""
     steps = sum(count for _, _, count in parts)
-    if steps > MOST_PLD_STEPS:
-        return f"{steps} steps are too many for PLD"
-    if delta < 1000 * BEYOND * steps:
-        return f"δ = {delta:g} is too small for PLD"
+    if steps > most_pld_steps(delta):
+        return (
+            f"{steps} steps are too many for PLD" if steps > MOST_PLD_STEPS else f"δ = {delta:g} is too small for PLD"
+        )
     weakest = min(noise for noise, _, _ in parts)
     if adjacency == ADD_REMOVE:
         return "ε is too large for PLD" if _by_rdp(parts, delta, adjacency).epsilon > LARGEST_PLD else ""

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from adp2sgd.errors import ConfigError, PrivacyError
-from adp2sgd.privacy.accountant import ADD_REMOVE, check_delta
+from adp2sgd.privacy.accountant import ADD_REMOVE, check_delta, most_pld_steps
 from adp2sgd.privacy.accountant import epsilon as epsilon_of
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 
@@ -47,7 +47,7 @@ def noise_for(
         )
     if spent(LEAST_NOISE) <= epsilon:
         return LEAST_NOISE
-    noise = _crossing(spent, epsilon, guess=1.0, low=LEAST_NOISE, high=MOST_NOISE)
+    noise = _crossing(spent, epsilon, *_bracket(spent, epsilon, guess=1.0, low=LEAST_NOISE, high=MOST_NOISE))
     unit = 10.0 ** (math.floor(math.log10(noise)) - 4)
     count = math.ceil(noise / unit)
     while spent(float(f"{count * unit:.5g}")) > epsilon:
@@ -80,7 +80,13 @@ def steps_for(
         return 0
     if spent(MOST_STEPS) <= epsilon:
         return MOST_STEPS
-    near = _crossing(spent, epsilon, guess=1 / sample_rate, low=1, high=MOST_STEPS)
+    low, high = sorted(map(round, _bracket(spent, epsilon, guess=1 / sample_rate, low=1, high=MOST_STEPS)))
+    last = most_pld_steps(check_delta(delta)) - sum(count for _, count in before.parts)
+    if low < last < high:  # ε jumps there, and a search for a jump is long
+        low, high = (last + 1, high) if spent(last) <= epsilon else (low, last)
+        if spent(low) > epsilon:
+            return last
+    near = _crossing(spent, epsilon, low, high)
     around = range(max(1, int(near * (1 - 2e-6))), int(near * (1 + 2e-6)) + 2)
     steps = around[0] + bisect_right(around, epsilon, key=spent) - 1
     while spent(steps) > epsilon:
@@ -101,16 +107,12 @@ def _check_target(epsilon: float, delta: float | None) -> None:
         raise PrivacyError(f"epsilon = {epsilon} is reached by no noise; use a finite value above 0, such as 3.0")
 
 
-def _crossing(spent: Callable[[float], float], target: float, *, guess: float, low: float, high: float) -> float:
-    """Where the monotone `spent` meets `target` between `low` and `high`, on either side of which it lies.
-
-    Steps away from `guess` until the target is passed, then Brent's method on logarithms: ε is nearly straight there.
-    """
-    from scipy.optimize import brentq
-
-    def gap(log_value: float) -> float:
-        return math.log(max(spent(math.exp(log_value)), 1e-12) / target)
-
+def _bracket(
+    spent: Callable[[float], float], target: float, *, guess: float, low: float, high: float
+) -> tuple[float, float]:
+    """Two values between `low` and `high` on either side of which the monotone `spent` meets `target`, by steps away
+    from `guess`. At `low` and `high` it lies on different sides."""
+    gap = _gap(spent, target)
     bottom, top = math.log(low), math.log(high)
     rising = gap(bottom) < 0
     near = min(max(math.log(guess), bottom), top)
@@ -119,4 +121,16 @@ def _crossing(spent: Callable[[float], float], target: float, *, guess: float, l
         # ε grows at least like the square root of steps, and falls at least like the inverse of noise.
         near, reach = far, 2 * abs(gap(far)) + 0.1
         far = min(max(near + (reach if (gap(near) < 0) == rising else -reach), bottom), top)
-    return math.exp(float(brentq(gap, near, far, xtol=1e-6)))
+    return math.exp(near), math.exp(far)
+
+
+def _crossing(spent: Callable[[float], float], target: float, low: float, high: float) -> float:
+    """Where the monotone `spent` meets `target` between `low` and `high`: Brent's method on logarithms, as ε is nearly
+    straight there."""
+    from scipy.optimize import brentq
+
+    return math.exp(float(brentq(_gap(spent, target), math.log(low), math.log(high), xtol=1e-6)))
+
+
+def _gap(spent: Callable[[float], float], target: float) -> Callable[[float], float]:
+    return lambda log_value: math.log(max(spent(math.exp(log_value)), 1e-12) / target)
