@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from adp2sgd.config import Config, Data, Optimizer, Privacy
-from adp2sgd.engine import simulate
+from adp2sgd.engine import simulate, train
 from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
 from adp2sgd.privacy import ledger
 from adp2sgd.privacy.accountant import epsilon
@@ -250,10 +252,11 @@ def two_hospitals(width=0):
 """
 
 
-def test_a_sites_ledger_lasts_over_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     (tmp_path / "adp2sgd_sites.py").write_text(SITES)
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings = Config(
+    return Config(
         task="adp2sgd_sites:two_hospitals",
         learners=2,
         epochs=2,
@@ -270,6 +273,10 @@ def test_a_sites_ledger_lasts_over_runs(tmp_path: Path, monkeypatch: pytest.Monk
             dataset="two hospitals",
         ),
     )
+
+
+def test_a_sites_ledger_lasts_over_runs(two_sites: Config, tmp_path: Path) -> None:
+    settings = two_sites
     first, second = simulate(settings), simulate(settings.replace(options={"width": 3}))  # another model, the same data
     assert second.learners[0].epsilon_spent > first.learners[0].epsilon_spent
     assert second.learners[0].max_steps == first.learners[0].max_steps - first.learners[0].steps
@@ -281,3 +288,57 @@ def test_a_sites_ledger_lasts_over_runs(tmp_path: Path, monkeypatch: pytest.Monk
         simulate(settings.replace(seed=1))
     with pytest.raises(ConfigError, match=r"privacy\.dataset"):
         simulate(settings.replace(privacy=settings.privacy.replace(dataset=None)))
+
+
+def test_a_ledger_in_use_blocks_neither_the_others_nor_the_folder(two_sites: Config, tmp_path: Path) -> None:
+    simulate(two_sites)
+    south = tmp_path / "ledgers" / "two-hospitals-south.jsonl"
+    with ledger.Ledger.open(south, dataset="two hospitals", site="south"), pytest.raises(LedgerError, match="in use"):
+        simulate(two_sites, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert simulate(two_sites, tmp_path / "run").global_steps
+
+
+@pytest.mark.parametrize("engine", [simulate, train])
+def test_a_budget_that_allows_no_step_leaves_the_folder_free(engine: Any, two_sites: Config, tmp_path: Path) -> None:
+    own = two_sites.privacy.replace(ledger=None, dataset=None, epsilon=1e-3)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes").write_text("mine")
+    with pytest.raises(PrivacyError, match="allows no step"):
+        engine(two_sites.replace(privacy=own), tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes"]
+
+
+def test_figures_need_no_lock_and_write_nothing(tmp_path: Path) -> None:
+    kept = tmp_path / "ledger.jsonl"
+    with closing(budget(tmp_path)) as own:
+        own.draw()
+        before = kept.read_bytes()
+        told = Budget.read(kept, EIGHT, plan_path=tmp_path / "run" / "plan.json", seeded=False)
+        assert told.figures()["max_steps"] == own.plan.max_steps
+        assert told.steps == 32  # what is reserved may have been drawn
+        with pytest.raises(LedgerError, match="closed in this process"):
+            told.draw()
+    assert kept.read_bytes()[: len(before)] == before
+    told = Budget.read(kept, EIGHT, plan_path=tmp_path / "run" / "plan.json", seeded=False)
+    assert (told.steps, told.figures()) == (1, own.figures())
+    with pytest.raises(LedgerError, match="is gone or damaged"):
+        Budget.read(kept, EIGHT, plan_path=tmp_path / "elsewhere" / "plan.json", seeded=False)
+
+
+@pytest.mark.parametrize("most", [600, 100])
+def test_more_private_learners_than_files_may_be_open(most: int, tmp_path: Path) -> None:
+    code = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, {most}))
+from adp2sgd.config import Config, Privacy
+from adp2sgd.engine import simulate
+privacy = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5)
+run = simulate(Config(task="digits/logistic", learners=120, batch_size=4, epochs=0.3, device="cpu", privacy=privacy))
+assert all(each.max_steps for each in run.learners)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    if most == 600:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert "learners = 120: each private learner holds its ledger open" in done.stderr

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -68,8 +69,11 @@ def _nothing_left() -> Iterator[None]:
 
 def steps(folder: Path, learner: int) -> list[float]:
     """When each step ended, in seconds of the run."""
-    lines = (folder / f"learner-{learner}/events.jsonl").read_text().splitlines()
-    return [json.loads(line)["seconds"] for line in lines]
+    return [event["seconds"] for event in events(folder, learner)]
+
+
+def events(folder: Path, learner: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"learner-{learner}/events.jsonl").read_text().splitlines()]
 
 
 def rate(times: list[float], start: float, end: float) -> float:
@@ -95,6 +99,13 @@ def twice_if_slowed(test: Callable[[Path, Draws], None]) -> Callable[[Path, Draw
             test(tmp_path / "again", draws)
 
     return tried
+
+
+def behind(folder: Path, learner: int) -> float:
+    """By how many seconds a restarted learner's events are early, beside others' at the same global step; median."""
+    others = {e["global_step"]: e["seconds"] for k in range(4) if k != learner for e in events(folder, k)}
+    back = {e["global_step"]: e["seconds"] for e in events(folder, learner) if e["start"]}
+    return statistics.median(others[step] - seconds for step, seconds in back.items() if step in others)
 
 
 def assert_others_went_on(folder: Path, at: list[float], victims: set[int], learners: int = 4) -> None:
@@ -124,8 +135,8 @@ def test_a_killed_learner_slows_nobody_and_comes_back(tmp_path: Path, draws: Dra
     assert not any("own checkpoint" in note for note in run.notes)  # a neighbour gave it a model
     assert run.global_steps >= 800
     assert run.overshoot <= 8
-    starts = {json.loads(line)["start"] for line in (tmp_path / "run/learner-2/events.jsonl").read_text().splitlines()}
-    assert starts == {0, 1}
+    assert {event["start"] for event in events(tmp_path / "run", 2)} == {0, 1}
+    assert abs(behind(tmp_path / "run", 2)) < 0.2  # one clock for all
     assert_others_went_on(tmp_path / "run", faults.times, {2})
     assert_ledgers_cover(draws, tmp_path / "run")
     assert sum(point.seconds > faults.times[0] for point in run.curve[:-1]) >= 2
@@ -290,23 +301,28 @@ def test_ctrl_c_while_learners_start_is_one_line(tmp_path: Path) -> None:
     assert said.strip().splitlines()[-1].startswith("adp2sgd: error: interrupted")
 
 
-@pytest.mark.parametrize("end", ["once", "twice", "kill"])
+@pytest.mark.parametrize("end", ["once", "twice", "kill", "group"])
 def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws) -> None:
-    """Ctrl-C ends cleanly, a second one at once, kill -9 of the supervisor leaves nobody behind (see the fixture)."""
+    """Ctrl-C ends cleanly, a second one at once, kill -9 of the supervisor leaves nobody behind (see the fixture); so
+    does the SIGTERM that schedulers send to the whole group."""
     slow = SHORT.replace(speeds=Speeds(step_s=30.0 if end == "twice" else 0.05, pad=True), checkpoint_every=0.1)
     slow = slow.replace(evaluate_every=0.2)
-    process = command(tmp_path, slow)
+    process = command(tmp_path, slow, start_new_session=True)
     checkpoint = tmp_path / "run/learner-1/checkpoint.safetensors"
     points = tmp_path / "run/events.jsonl"
     wait_for(lambda: draws.count() > 0 and (end == "twice" or (checkpoint.exists() and points.exists())), process)
-    process.send_signal(signal.SIGKILL if end == "kill" else signal.SIGINT)
+    if end == "group":
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGKILL if end == "kill" else signal.SIGINT)
     if end == "twice":
         time.sleep(0.05)
         process.send_signal(signal.SIGINT)
     _, complaint = process.communicate(timeout=30)
     assert process.returncode == (-signal.SIGKILL if end == "kill" else 130)
     assert not (tmp_path / "run/result.json").exists()
-    if end == "once":
+    if end in {"once", "group"}:
+        assert "interrupted" in complaint
         assert "--resume run" in complaint
         assert "Traceback" not in complaint
     if end == "kill":

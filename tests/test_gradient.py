@@ -154,6 +154,14 @@ def test_group_norm(n, groups, space, affine, copies, blocks):
         check(inner, torch.randn(n * copies, 2, math.prod(space)), copies=copies)
 
 
+@pytest.mark.parametrize("n", [1, 7])
+def test_group_norm_of_a_single_channel(n):
+    """A scale of one number, expanded to all records, would be a view that the kernel reads beyond its end."""
+    norm = nn.GroupNorm(1, 1)
+    nn.init.constant_(norm.weight, 1.5)
+    check(nn.Sequential(nn.Conv1d(2, 1, 1), norm, nn.Tanh()), torch.randn(n, 2, 9))
+
+
 @few
 @given(n=st.integers(0, 4), t=st.integers(1, 4), shape=st.lists(st.integers(2, 4), min_size=1, max_size=2))
 def test_layer_norm(n, t, shape):

@@ -1,5 +1,6 @@
 """The learner and the flat model, without any engine."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from adp2sgd.data.records import Records
 from adp2sgd.engine import setup
 from adp2sgd.exchange.protocol import Answer, Busy, Commit, Exchange, Message, Request
 from adp2sgd.flat import FlatModel
+from adp2sgd.gradient.privatize import Gradient
 from adp2sgd.task import Task, resolve
 from conftest import make_learner
 
@@ -256,3 +258,21 @@ def test_private_runs_switch_tf32_off() -> None:
     setup.prepare(Config(task="digits/cnn", device="cuda", precision="bfloat16", privacy=private))
     assert not torch.backends.cuda.matmul.allow_tf32
     assert not torch.backends.cudnn.allow_tf32
+
+
+def test_a_copy_of_the_velocity_is_whole() -> None:
+    """All its coordinates are equal after every update, so a copy from between two would show."""
+    learner = make_learner(0, resolve("quadratic", {"records": 50, "dimension": 300_000}), momentum=0.9)
+    done = threading.Event()
+
+    def train() -> None:
+        while not done.is_set():
+            learner.update(Gradient(torch.ones_like(learner.weights)))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        assert all(float(copy.min()) == float(copy.max()) for copy in (learner.momentum() for _ in range(200)))
+    finally:
+        done.set()
+        thread.join()

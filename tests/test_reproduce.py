@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from adp2sgd import config
 from adp2sgd.device import Recorded
 from adp2sgd.engine import simulate
 from adp2sgd.engine.simulate import Simulation
-from adp2sgd.errors import ConfigError, RunError
+from adp2sgd.errors import ConfigError, InterruptedRunError, RunError
 from adp2sgd.reproduce import command, convergence, judges, paper, render, tables, training
 from adp2sgd.reproduce.cells import Cell, Choice, finished, measured, run_all
 from adp2sgd.reproduce.claims import claims_table
@@ -129,6 +130,26 @@ def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, jobs: int) -
     assert told[-1].endswith("interrupted; nothing is lost: the same command goes on from here")
     assert len(list(running.glob("*/run/simulation.safetensors"))) == jobs
     assert not list((tmp_path / "r" / "table1").glob("*.json"))
+
+
+def interrupted_measure(scratch: Path, quiet: bool) -> dict[str, Any]:
+    raise InterruptedRunError("go on with --resume")
+
+
+def test_what_an_interruption_says_is_true(tmp_path: Path) -> None:
+    for resumes, told in ((True, "nothing is lost"), (False, "measures this one anew")):
+        cell = Cell(study="study", identity={"name": "a"}, measure=interrupted_measure, resumes=resumes)
+        with pytest.raises(InterruptedRunError, match=told):
+            measured(cell, tmp_path)
+    real, simulated = (STUDIES["case2"].cells(replace(QUICK, processes=on))[0] for on in (True, False))
+    assert (real.resumes, simulated.resumes) == (False, True)
+
+
+def test_two_cells_have_two_names() -> None:
+    numbers = [1234567, 1234568, 10**6, 1e-7, 0.1234567, 0.1234568]
+    names = [Cell(study="s", identity={"x": n}, measure=times_called).name for n in numbers]
+    assert len(set(names)) == len(names)
+    assert all(set(name) <= set(string.ascii_letters + string.digits + ".-") for name in names)
 
 
 def test_a_process_that_dies_or_fails_ends_the_study_with_one_line(tmp_path: Path) -> None:

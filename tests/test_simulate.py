@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +29,14 @@ from adp2sgd.errors import ConfigError, DivergedError, InterruptedRunError, RunE
 from adp2sgd.exchange.protocol import Exchange
 from adp2sgd.record import Folder, read_result
 from adp2sgd.task import resolve
+from adp2sgd.view import print_run
 from conftest import adp2sgd, make_learner
 
 
 def build(settings: Config, path: Path) -> Asynchronous:
-    return Asynchronous(prepare(settings), Folder.create(path, settings), lambda _: None)
+    simulation = Asynchronous(prepare(settings), Folder.create(path, settings), lambda _: None)
+    simulation.enlist()
+    return simulation
 
 
 # ---------------------------------------------------------------- Algorithm 1
@@ -476,3 +480,24 @@ def test_learning_works_on_every_graph_with_odd_numbers(tmp_path: Path) -> None:
 def test_without_a_seed_runs_differ() -> None:
     settings = RICH.replace(seed=None, epochs=1)
     assert simulate(settings).loss != simulate(settings).loss
+
+
+def test_a_record_is_as_open_as_the_user_wants_it(quadratic_config: Config, tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        simulate(quadratic_config, tmp_path / "run")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"config.toml", "result.json", "model.safetensors", "events.jsonl"}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
+def test_a_result_is_shown_although_a_ledger_could_not_be_read(quadratic_config: Config, capsys: Any) -> None:
+    run = simulate(quadratic_config)
+    known, *others = run.learners
+    known = replace(known, epsilon=2.0, epsilon_spent=1.0, max_steps=9)
+    print_run(replace(run, learners=(known, *others)))
+    shown = capsys.readouterr().out
+    assert "1.00 of 2.00" in shown
+    assert shown.count("unknown") == len(others)

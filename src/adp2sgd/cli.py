@@ -203,7 +203,8 @@ def reproduce(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a study of the paper again, cell by cell. Finished cells are never run twice; interrupted ones go on."""
+    """Run a study of the paper again, cell by cell. Finished cells are never run twice; interrupted ones go on,
+    but for those with --processes, which begin anew."""
     from adp2sgd import view
 
     with view.waiting(quiet=quiet):

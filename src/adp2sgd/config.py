@@ -262,7 +262,6 @@ class Config(Section):
     epochs: float = 20.0  # global: all learners' records together
     batch_size: int = 32  # expected, per learner
     seed: int | None = None  # fixes everything, the noise included: for research only
-    total_samples: int | None = None  # sites only: all sites' records together
     device: str = "auto"
     precision: str = "float32"  # bfloat16: layers run in it, and fast kernels are used; sums and noise stay as they are
     compile: bool = False  # on a GPU, outside private mode: layers fused by torch.compile, after a minute's wait

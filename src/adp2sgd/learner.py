@@ -168,6 +168,11 @@ class Learner:
                 np.copyto(out.view(torch.uint8).numpy(), self.state.view(torch.uint8).numpy())
         return out
 
+    def momentum(self) -> Tensor | None:
+        """A copy of the velocity, where there is one."""
+        with self._mutex:
+            return None if self.velocity is None else self.velocity.clone()
+
     def mix(self, mine: Tensor, theirs: Tensor, intact: Callable[[], bool] | None = None) -> bool:
         """This learner's half of an exchange of the snapshots `mine` and `theirs`: add (theirs − mine)/2.
 

@@ -15,9 +15,9 @@ import errno
 import json
 import os
 import platform
-import tempfile
+import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -217,21 +217,24 @@ class Folder:
                 f"{self.path} cannot be written ({reason}); mend that, then --resume goes on from its last checkpoint"
             ) from None
 
-    @contextmanager
-    def replacing(self, name: str) -> Iterator[Path]:
-        """A temporary file that takes the place of `name` in one step, after its content is on disk."""
-        target = self.path / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        os.close(handle)
-        try:
-            yield Path(part)
-            with open(part, "rb") as file:
-                os.fsync(file.fileno())
-            os.chmod(part, 0o644)
-            os.replace(part, target)
-        finally:
-            Path(part).unlink(missing_ok=True)
+    def replacing(self, name: str) -> AbstractContextManager[Path]:
+        """See the function."""
+        return replacing(self.path / name)
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A temporary file that takes the place of `target` in one step, after its content is on disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    part.open("xb").close()
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from adp2sgd.config import Config
 
 if TYPE_CHECKING:  # tables of figures need no PyTorch, which takes seconds to load
     from adp2sgd.engine.simulate import Status
-    from adp2sgd.record import Run
+    from adp2sgd.record import LearnerResult, Run
 
 
 def waiting(what: str = "loading PyTorch", quiet: bool = False) -> AbstractContextManager[object]:
@@ -25,7 +25,7 @@ def waiting(what: str = "loading PyTorch", quiet: bool = False) -> AbstractConte
 
 @contextmanager
 def progress(config: Config, label: str | None = None, quiet: bool = False) -> Iterator[Callable[[Status], None]]:
-    """A bar with learners, epochs, virtual time and accuracy; plain lines at each evaluation if not on a terminal."""
+    """A bar with learners, epochs, virtual time and accuracy; plain lines at each tenth if not on a terminal."""
     console = Console(stderr=True)
     name = label or f"{config.task} {config.algorithm}"
     head = f"{name}, {config.learners} learner{'s' if config.learners != 1 else ''}"
@@ -100,7 +100,7 @@ def print_run(run: Run) -> None:
         row = [str(each.learner), f"{each.steps:,}", f"{each.share:.1%}"]
         row += [f"{each.staleness_mean:.1f} / {each.staleness_max}", f"{each.exchanges:,}", f"{each.busy:,}"]
         row += [quality(each.accuracy, each.loss)]
-        row += [f"{each.epsilon_spent:.2f} of {each.epsilon:.2f}"] if private else []
+        row += [epsilon(each)] if private else []
         rows.append(row)
     more = len(run.learners) - len(rows)
     table("learners" + (f" (and {more} more in result.json)" if more else ""), columns + ["ε"] * private, rows)
@@ -111,6 +111,13 @@ def print_run(run: Run) -> None:
         print(f"note: {note}")
     if run.folder:
         print(f"record: {run.folder}")
+
+
+def epsilon(learner: LearnerResult) -> str:
+    """What a learner has spent of its budget; a ledger may have become unreadable."""
+    if learner.epsilon is None or learner.epsilon_spent is None:
+        return "unknown"
+    return f"{learner.epsilon_spent:.2f} of {learner.epsilon:.2f}"
 
 
 def privacy_line(run: Run) -> str:

@@ -55,7 +55,7 @@ def read(folder: Folder) -> Saved:
     if (folder.path / "result.json").exists():
         raise RunError(f"{folder.path} holds a finished run; its result is in result.json")
     if not (folder.path / NAME).exists():
-        raise RunError(f"{folder.path} holds no checkpoint yet; remove it and start the run again")
+        raise RunError(f"{folder.path} holds no checkpoint to go on from; start the run with another --out")
     return Saved(*folder.load_tensors(NAME))
 
 

@@ -42,7 +42,7 @@ class Exchanger(threading.Thread):
     """Started once; ends with `close`, after the exchange under way.
 
     `reached` is set once the run's step count is reached, as far as this learner has heard; `over` once the supervisor
-    says that the run is over. `go` is set when training may begin.
+    says that the run is over. `go` is set when training may begin; the run's seconds count from `zero`.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Exchanger(threading.Thread):
         super().__init__(name="exchange", daemon=True)
         self.go, self.over, self.reached = threading.Event(), threading.Event(), threading.Event()
         self.wake = threading.Event()  # set with `over` or `reached`
+        self.zero = time.monotonic()
         self.seam = threading.RLock()  # held while what `snapshot` and `counts` give is replaced
         layout = Layout(len(learner.state), learner.state.dtype)
         self.deadline_s = layout.deadline_s
@@ -185,6 +186,7 @@ class Exchanger(threading.Thread):
             self._outbox.kept = self._outbox.slot
         if reply is not None and not self._deliver(reply) and isinstance(reply, Answer):
             self.exchange.current = None  # the initiator is gone and knows of nothing
+            self._outbox.memory.open = False
         if not isinstance(self.exchange.current, Answer):
             self._outbox.kept = NO_SLOT
         if not self.exchange.occupied:
@@ -215,6 +217,7 @@ class Exchanger(threading.Thread):
 
     def _obey(self, note: dict[str, Any]) -> None:
         if note["do"] == "go":
+            self.zero = note["zero"]
             self.go.set()
         elif note["do"] == "over":
             self.over.set()

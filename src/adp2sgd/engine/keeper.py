@@ -1,4 +1,5 @@
-"""A learner's third thread: events, checkpoints and looks at held-out records, so that training waits for no disk."""
+"""A learner's third thread: events, checkpoints and looks at held-out records, so that training waits for no disk but
+its ledger's."""
 
 from __future__ import annotations
 
@@ -88,12 +89,10 @@ class Keeper(threading.Thread):
                 self.trouble = f"events are not recorded ({error.strerror})"
 
     def _write_checkpoint(self) -> None:
-        from safetensors import SafetensorError
-
         try:
             learner_checkpoint.save(self._folder, self._learner, self._snapshot(), self._facts)
-        except (OSError, SafetensorError) as error:
-            self.trouble = f"checkpoints cannot be written ({getattr(error, 'strerror', None) or error})"
+        except OSError as error:
+            self.trouble = f"checkpoints cannot be written ({error.strerror})"
 
     def _look(self) -> None:
         """The own model on some held-out records, in a model of its own: the training thread goes on meanwhile."""

@@ -37,12 +37,12 @@ class Saved:
 
 
 def save(folder: Folder, learner: Learner, state: Tensor, facts: Mapping[str, Any]) -> None:
-    """Replace the learner's checkpoint in one step. Safe beside a training and an exchange thread, as `state` is a copy
+    """Replace the learner's checkpoint in one step. Safe beside a training and an exchange thread if `state` is a copy
     of the learner's."""
     own = folder.learner(learner.number)
     tensors = {"weights": state[: len(learner.weights)], "buffers": state[len(learner.weights) :]}
-    if learner.velocity is not None:
-        tensors["velocity"] = learner.velocity.clone()
+    if (velocity := learner.momentum()) is not None:
+        tensors["velocity"] = velocity
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     if (own / NEWEST).exists():
         with folder.replacing(f"{own.name}/{PREVIOUS}") as part:

@@ -17,7 +17,7 @@ from adp2sgd.engine.fit import check_fit
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.nursery import Nursery
 from adp2sgd.engine.observer import write_point
-from adp2sgd.engine.setup import Setup, finish, open_budget, prepare
+from adp2sgd.engine.setup import Setup, beginning, finish, open_budget, prepare, read_budget
 from adp2sgd.engine.supervisor import SESSION, Patience, Seat, Supervisor
 from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError
 from adp2sgd.exchange.shared import require_linux
@@ -62,6 +62,8 @@ def train(
     check_fit(config, setup.task, setup.model)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     with closing(Nursery()) as nursery:
+        with beginning(home, fresh=not resume):
+            plans = _plan(setup, home)
         supervisor = Supervisor(
             setup,
             home,
@@ -70,7 +72,7 @@ def train(
             seats=[_again(Seat(**seat)) for seat in kept.get("seats", ())],
             elapsed_s=kept.get("seconds", 0.0),
             exchange=exchange,
-            plans=_plan(setup, home),
+            plans=plans,
             patience=patience,
             on_status=on_status,
         )
@@ -101,7 +103,7 @@ def _read_session(home: Folder) -> dict[str, Any]:
     try:
         kept: dict[str, Any] = json.loads((home.path / SESSION).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise RunError(f"{home.path} holds no run of `train`; remove it and start the run again") from None
+        raise RunError(f"{home.path} holds no run of `train` to go on with; start it with another --out") from None
     return kept
 
 
@@ -152,12 +154,10 @@ def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Acco
     if setup.config.privacy.mode != "private":
         return Account(None, source)
     try:
-        budget = open_budget(setup, learner, home.learner(learner))
+        return Account(read_budget(setup, learner, home.learner(learner)), source)
     except LedgerError as error:
         notes.append(f"learner {learner}: {error}")
         return Account(None, source)
-    budget.close()
-    return Account(budget, source)
 
 
 def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: Account) -> LearnerResult:

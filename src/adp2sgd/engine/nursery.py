@@ -33,8 +33,11 @@ class Nursery:
     def __init__(self) -> None:
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # Ctrl-C reaches the whole group, also while this process imports; the supervisor decides what it means.
-            deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+            # Ctrl-C, and a scheduler's SIGTERM, reach the whole group, also while this process imports; the supervisor
+            # decides what they mean.
+            deaf = (
+                "import signal; [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]"
+            )
             program = f"{deaf}; from adp2sgd.engine.nursery import main; main({theirs.fileno()})"
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
             command = [sys.executable, "-c", program]
@@ -132,7 +135,6 @@ def _live(order: dict[str, Any]) -> int:
 
 def main(descriptor: int) -> None:
     """Of the nursery's own process; `descriptor` is its end of the line."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # standard output belongs to the supervisor's figures
     line = socket.socket(fileno=descriptor)
     line.set_inheritable(False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,13 +21,14 @@ from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
 from adp2sgd.device import AUTOCAST, compiled, tune
 from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.engine.fit import check_privacy
-from adp2sgd.errors import ConfigError
+from adp2sgd.errors import ConfigError, LedgerError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.engine import Engine
 from adp2sgd.gradient.privatize import Adaptation, GradientStep, PlainStep, PrivateStep
 from adp2sgd.learner import Learner
 from adp2sgd.privacy.budget import Budget
+from adp2sgd.privacy.ledger import read as read_ledger
 from adp2sgd.privacy.mechanism import beside_count
 from adp2sgd.privacy.streams import Streams
 from adp2sgd.progress import Progress
@@ -168,19 +170,16 @@ def _gradient_step(setup: Setup, budget: Budget | None) -> GradientStep:
 
 
 def open_budget(setup: Setup, number: int, folder: Path) -> Budget:
-    """The budget of learner `number`. Its ledger lies in the run's `folder`, or with the site's in `privacy.ledger`."""
+    """The budget of learner `number`, whose own folder `folder` is."""
     config = setup.config
-    path, site = folder / "ledger.jsonl", str(number)
+    path, site = _ledger(setup, number, folder)
     if config.privacy.ledger is not None:
-        sites = setup.task.train.sites
-        assert sites is not None  # the partition is by site
-        site = setup.task.train.site_names[int(sites[setup.shards[number][0]])]
-        kept = Path(config.privacy.ledger).expanduser()
         try:
-            kept.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f'privacy.ledger = "{kept}" cannot be a folder ({error.strerror}); use another') from None
-        path = kept / f"{_slug(_dataset(config))}-{_slug(site)}.jsonl"
+            raise ConfigError(
+                f'privacy.ledger = "{path.parent}" cannot be a folder ({error.strerror}); use another'
+            ) from None
     return Budget.open(
         path,
         config.privacy,
@@ -192,6 +191,51 @@ def open_budget(setup: Setup, number: int, folder: Path) -> Budget:
         plan_path=folder / "plan.json",
         seeded=config.seed is not None,
     )
+
+
+def read_budget(setup: Setup, number: int, folder: Path) -> Budget:
+    """What learner `number` has spent, for a report: also while another run has the ledger, or the disk is full."""
+    path, _ = _ledger(setup, number, folder)
+    seeded = setup.config.seed is not None
+    return Budget.read(path, setup.config.privacy, plan_path=folder / "plan.json", seeded=seeded)
+
+
+@contextmanager
+def beginning(folder: Folder, *, fresh: bool) -> Iterator[None]:
+    """While the learners of a run are made: if they cannot be, a `fresh` folder is free again for another try."""
+    try:
+        yield
+    except BaseException:
+        if fresh:
+            _discard(folder)
+        raise
+
+
+def _discard(folder: Folder) -> None:
+    """Remove what the begin of a run has written, and nothing else. A ledger with spent steps stays."""
+    (folder.path / "config.toml").unlink(missing_ok=True)
+    for own in folder.path.glob("learner-*"):
+        ledger = own / "ledger.jsonl"
+        (own / "plan.json").unlink(missing_ok=True)
+        with suppress(LedgerError, OSError):
+            if ledger.exists() and not read_ledger(ledger).spent().parts:
+                ledger.unlink()
+            own.rmdir()
+    with suppress(OSError):
+        folder.path.rmdir()
+
+
+def _ledger(setup: Setup, number: int, folder: Path) -> tuple[Path, str]:
+    """Where learner `number` keeps its ledger, and its site's name: in its `folder`, or with the site's in
+    `privacy.ledger`."""
+    config = setup.config
+    path, site = folder / "ledger.jsonl", str(number)
+    if config.privacy.ledger is not None:
+        sites = setup.task.train.sites
+        assert sites is not None  # the partition is by site
+        site = setup.task.train.site_names[int(sites[setup.shards[number][0]])]
+        path = Path(config.privacy.ledger).expanduser() / f"{_slug(_dataset(config))}-{_slug(site)}.jsonl"
+    return path, site
 
 
 def _dataset(config: Config) -> str:

@@ -20,20 +20,21 @@ import torch
 from torch import Tensor
 
 from adp2sgd.config import Config
-from adp2sgd.engine import checkpoint
+from adp2sgd.engine import checkpoint, learner_checkpoint
 from adp2sgd.engine.evaluate import Metrics, average, consensus, evaluate
 from adp2sgd.engine.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.fit import check_fit
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
-from adp2sgd.engine.setup import Setup, finish, make_learner, prepare
+from adp2sgd.engine.setup import Setup, beginning, finish, make_learner, prepare
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
 from adp2sgd.engine.threads import suited_threads
-from adp2sgd.errors import DivergedError, InterruptedRunError
+from adp2sgd.errors import ConfigError, DivergedError, InterruptedRunError
 from adp2sgd.exchange.protocol import Commit, Exchange, Message
 from adp2sgd.learner import Learner
 from adp2sgd.record import Folder, LearnerResult, Point, Run
 
 WATCH_EVERY = 32  # steps between looks at the gradient norms, so that a GPU is not made to wait at each
+OTHER_FILES = 256  # that a run may have open beside its learners' ledgers
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ def simulate(
         closing(simulation),
         suited_threads(len(simulation.setup.model.weights), config.batch_size),
     ):
+        with beginning(home, fresh=not resume):
+            simulation.enlist()
         if saved is None:
             simulation.start()
         else:
@@ -100,14 +103,22 @@ class Simulation:
         self.global_steps = 0
         self.heap: list[tuple[float, int, Event]] = []
         self.curve: list[Point] = []
-        learners = [make_learner(setup, k, folder.learner(k)) for k in range(setup.config.learners)]
-        self.members = [Member(learner, self._exchange_of(learner)) for learner in learners]
+        self.members: list[Member] = []
         self._on_status = on_status
         self._watch = Watch()
         self._spare: list[Tensor] = []  # snapshots of exchanges that are over: fresh memory costs more than the copy
 
     def _exchange_of(self, learner: Learner) -> Exchange:
         return Exchange(learner, snapshot=lambda: learner.snapshot(self._spare.pop() if self._spare else None))
+
+    def enlist(self) -> None:
+        """Make the learners; private ones hold a ledger each from now on."""
+        count = self.setup.config.learners
+        if self.setup.config.privacy.mode == "private":
+            _allow_open_files(count)
+        for number in range(count):
+            learner = make_learner(self.setup, number, self.folder.learner(number))
+            self.members.append(Member(learner, self._exchange_of(learner)))
 
     def start(self) -> None:
         """Everything that happens at time 0."""
@@ -213,7 +224,8 @@ class Simulation:
         if not self.curve or self.curve[-1].global_steps != self.global_steps:
             self._evaluate()
         learners = self._learner_results()
-        self._save_learners()
+        for member in self.members:
+            learner_checkpoint.save(self.folder, member.learner, member.learner.state, {"steps": member.learner.steps})
         theta = average(self.states())
         run = finish(
             self.setup,
@@ -255,15 +267,6 @@ class Simulation:
             clip_norm=learner.clip_norm,
             **(learner.budget.figures() if learner.budget is not None else {}),
         )
-
-    def _save_learners(self) -> None:
-        for member in self.members:
-            learner = member.learner
-            tensors = {"weights": learner.weights, "buffers": learner.buffers}
-            if learner.velocity is not None:
-                tensors["velocity"] = learner.velocity
-            name = f"learner-{learner.number}/checkpoint.safetensors"
-            self.folder.save_tensors(name, tensors, {"steps": learner.steps})
 
 
 class Asynchronous(Simulation):
@@ -373,3 +376,18 @@ class Synchronous(Simulation):
             member.learner.progress.merge(counts)
             member.exchange.tally.completed += 1
             member.exchange.tally.bytes_sent += 2 * payload * (len(self.members) - 1) // len(self.members)
+
+
+def _allow_open_files(learners: int) -> None:
+    """Room for as many ledgers: the usual limit on open files is far below what the system allows."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = learners + OTHER_FILES
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ConfigError(
+            f"learners = {learners}: each private learner holds its ledger open, and the system allows {hard} open "
+            "files; use fewer learners, or raise that limit"
+        )
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

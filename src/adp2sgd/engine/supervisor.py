@@ -272,7 +272,6 @@ class Supervisor:
             "seed": self.setup.seed,
             "mode": mode,
             "exchange": self._exchange,
-            "elapsed": self.seconds,
             "port": self._store.port if self._store is not None else None,
         }
         self._nursery.spawn(order)
@@ -311,7 +310,7 @@ class Supervisor:
                 os.kill(seat.pid, signal.SIGKILL)
 
     def _tell(self, seat: Seat, what: str) -> None:
-        self._post.send(str(seat.learner), json.dumps({"do": what}).encode())
+        self._post.send(str(seat.learner), json.dumps({"do": what, "zero": time.monotonic() - self.seconds}).encode())
 
     def _end(self) -> None:
         self._over_at = time.monotonic()

@@ -2,7 +2,7 @@
 
     begin → gradient → (padding) → a hint to the exchange thread → update
 
-The training thread waits for no network, no disk and no other learner.
+The training thread waits for no network, no disk (but for its ledger, at each new block) and no other learner.
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ class Worker:
         self._pending: list[tuple[dict[str, Any], Tensor]] = []
         self._recent: list[tuple[float, int]] = []
         self._last_total = 0
-        self._began = time.monotonic()
-        self._earlier_s = float(order.get("elapsed", 0.0))
 
     def live(self) -> None:
         """Come back or start, wait for the word, train, answer until the run is over, rest."""
@@ -96,7 +94,6 @@ class Worker:
         self.assemble()
         self.state = "ready"
         self.exchanger.go.wait()
-        self._began = time.monotonic()
         error = None
         try:
             self.train()
@@ -216,7 +213,7 @@ class Worker:
         event = {
             "step": learner.steps,
             "global_step": total,
-            "seconds": self._earlier_s + now - self._began,
+            "seconds": now - self.exchanger.zero,
             "staleness": stale,
             "start": self.place.start,
         }

@@ -120,7 +120,7 @@ class GroupNormLayer:
     def _some(self, gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, of_input: bool) -> tuple[Tensor, ...]:
         """Gradients of these rows of the input, and of scale and shift for each row [rows · channels]."""
         channels, area = len(x) * x.shape[1], prod(x.shape[2:])
-        scale = None if self.weight is None else self.weight.expand(len(x), -1).reshape(-1)
+        scale = None if self.weight is None else self.weight.repeat(len(x))  # its kernel takes no view
         found: tuple[Tensor, ...] = torch.ops.aten.native_group_norm_backward(
             gradient.contiguous(), x.contiguous(), mean.view(1, -1), rstd.view(1, -1), scale,
             1, channels, area, len(x) * self.groups, [of_input, True, True],

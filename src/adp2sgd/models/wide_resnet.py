@@ -15,7 +15,7 @@ STAGES = ((64, 2, 1), (128, 2, 2), (256, 2, 2))  # width, blocks, stride
 def wrn16_4(*, classes: int = 10, channels: int = 3, norm: str = "group", standardize: bool = False) -> nn.Module:
     """Six blocks of two 3×3 convolutions, each behind ReLU and GroupNorm(16), in that order; 2.75 million parameters.
 
-    `standardize` uses standardized weights as De et al. do; slower, for engines that take gradients by torch.func.
+    `standardize` uses standardized weights as De et al. do; slower.
     """
     layers: list[nn.Module] = [_conv(channels, 16, 3, 1, standardize)]
     inputs = 16

@@ -33,10 +33,10 @@ class Plan:
     adjacency: str
     before: Composed = NOTHING
 
-    def spent_after(self, steps: int, accountant: str = "pld") -> Spent:
+    def spent_after(self, steps: int) -> Spent:
         """ε of everything that the data set has spent once this run has taken `steps` steps."""
         everything = Composed((*self.before.parts, (self.mechanism, steps)))
-        return epsilon(everything, 1, self.delta, accountant, self.adjacency)
+        return epsilon(everything, 1, self.delta, "pld", self.adjacency)
 
 
 def plan(
@@ -131,6 +131,12 @@ class Budget:
         except BaseException:
             ledger.close()
             raise
+
+    @classmethod
+    def read(cls, path: Path, privacy: config.Privacy, *, plan_path: Path, seeded: bool) -> Budget:
+        """A budget for its figures alone, also while another process has the ledger."""
+        ledger = Ledger.closed(path)
+        return cls(_adjusted(_read_plan(plan_path), privacy, ledger.spent()), ledger, seeded=seeded)
 
     @property
     def exhausted(self) -> bool:
@@ -234,7 +240,7 @@ def _write_plan(path: Path, fixed: Plan) -> None:
 def _read_plan(path: Path) -> Plan:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise LedgerError(f"{path} is damaged; restore it, or start a new run on the same ledger") from None
+    except (OSError, ValueError):
+        raise LedgerError(f"{path} is gone or damaged; restore it, or start a new run on the same ledger") from None
     parts = tuple((SampledGaussian(**mechanism), count) for mechanism, count in raw["before"]["parts"])
     return Plan(**{**raw, "mechanism": SampledGaussian(**raw["mechanism"]), "before": Composed(parts)})

@@ -1,6 +1,6 @@
 """What private mode refuses before it starts: each refusal is one line with the reason and the fix.
 
-`check_rows` and `check_model` once per task, `check_budget` once per shard size. None looks at a record's values: a
+`check_rows` and `check_model` once per task, `check_budget` for its largest shard. None looks at a record's values: a
 refusal that depended on them would itself tell something about the data.
 """
 

@@ -148,6 +148,11 @@ class Ledger:
         _open_ledgers.add(ledger)
         return ledger
 
+    @classmethod
+    def closed(cls, path: str | Path) -> Ledger:
+        """One that only tells what is spent: it takes no lock, writes nothing, and allows no draw."""
+        return cls(Path(path).absolute(), -1, read(path))
+
     @property
     def block(self) -> int:
         """The most steps that can be reserved at once."""

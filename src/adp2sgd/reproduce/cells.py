@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,10 +15,11 @@ from typing import Any
 
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.errors import Adp2sgdError, ConfigError, InterruptedRunError, RunError
-from adp2sgd.record import versions
+from adp2sgd.record import replacing, versions
 
 RUNNING = ".running"  # below the results: runs that are under way or were interrupted
 INTERRUPTED = "interrupted; nothing is lost: the same command goes on from here"
+BEGINS_ANEW = "interrupted; finished cells are kept: the same command measures this one anew"
 Record = Mapping[str, Any]
 """What a cell's file holds: study, name, cell (its identity), device, versions, seconds, and the figures."""
 Say = Callable[[str], None]
@@ -54,21 +53,28 @@ class Choice:
 class Cell:
     """`identity` tells it from all others and gives the file's name; `measure(scratch, quiet)` gives its figures.
 
-    `scratch` is a folder that outlives an interruption, so that `measure` can go on where it was.
+    `scratch` is a folder that outlives an interruption, so that `measure` can go on where it was, if it `resumes`.
     """
 
     study: str
     identity: Mapping[str, Any]
     measure: Callable[[Path, bool], dict[str, Any]] = field(compare=False)
+    resumes: bool = True
 
     @property
     def name(self) -> str:
         """Letters, digits, dots and dashes only."""
-        parts = (value if isinstance(value, str) else f"{key}{value:g}" for key, value in self.identity.items())
+        parts = (value if isinstance(value, str) else f"{key}{_short(value)}" for key, value in self.identity.items())
         return "-".join(part.replace("_", "").replace("/", "-").replace(" ", "-") for part in parts if part)
 
     def path(self, out: Path) -> Path:
         return out / self.study / f"{self.name}.json"
+
+
+def _short(number: float) -> str:
+    """Without losing a digit: two numbers are two names."""
+    text = f"{number:g}"
+    return (text if float(text) == number else repr(number)).replace("+", "")
 
 
 def measured(cell: Cell, out: Path, *, quiet: bool = True) -> Record:
@@ -84,7 +90,7 @@ def measured(cell: Cell, out: Path, *, quiet: bool = True) -> Record:
         try:
             figures = cell.measure(scratch, quiet)
         except InterruptedRunError:
-            raise InterruptedRunError(INTERRUPTED) from None
+            raise InterruptedRunError(INTERRUPTED if cell.resumes else BEGINS_ANEW) from None
         whole = {
             "study": cell.study,
             "name": cell.name,
@@ -94,7 +100,8 @@ def measured(cell: Cell, out: Path, *, quiet: bool = True) -> Record:
             "seconds": round(time.perf_counter() - before, 3),
             **figures,
         }
-        _write(path, whole)
+        with replacing(path) as part:
+            part.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     shutil.rmtree(scratch, ignore_errors=True)
     return whole
 
@@ -147,7 +154,7 @@ def _in_processes(cells: Sequence[Cell], out: Path, jobs: int) -> Iterator[Cell]
                     running[process.sentinel] = process, answer, waiting.pop(0)
                 ended = connection.wait(list(running), timeout=0.2)
                 if interrupt.requested:
-                    raise InterruptedRunError(INTERRUPTED)
+                    raise InterruptedRunError(INTERRUPTED if all(cell.resumes for cell in cells) else BEGINS_ANEW)
                 for sentinel in ended:
                     process, answer, cell = running.pop(sentinel)
                     process.join()
@@ -190,20 +197,6 @@ def device_name(device: str) -> str:
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = models[0] if models else platform.processor() or platform.machine()
     return f"CPU ({name}), {torch.get_num_threads()} thread(s)"
-
-
-def _write(path: Path, record: Record) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(part, 0o644)
-        os.replace(part, path)
-    finally:
-        Path(part).unlink(missing_ok=True)
 
 
 @contextmanager

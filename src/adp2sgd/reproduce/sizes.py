@@ -36,7 +36,7 @@ def cells(choice: Choice) -> list[Cell]:
         Cell(
             study="sizes",
             identity={**form, "model": name, "place": "-".join(place)},
-            measure=partial(_measure, name, device.type, batch or paper.BATCH[paper.family(name)]),
+            measure=partial(_measure, name, str(device), batch or paper.BATCH[paper.family(name)]),
         )
         for name in names
     ]
@@ -58,7 +58,7 @@ def random_records(model: str, records: int) -> Task:
 
 def _measure(model: str, device: str, batch: int, scratch: Path, quiet: bool) -> dict[str, Any]:
     """Seconds of one learner's step, noise, norms and augmentation included; an epoch is extrapolated from it."""
-    measured, warm = BATCHES[device]
+    measured, warm = BATCHES[torch.device(device).type]
     family = paper.family(model)
     layers = family == "cifar10"  # an LSTM is one fused kernel, which bfloat16 would run in float16
     settings = Config(

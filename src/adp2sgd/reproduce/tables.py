@@ -14,7 +14,7 @@ SHORT = 0.05  # a quality to race to: so much short of what both runs reach, rel
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What is printed: cells of text, and below the title what they mean."""
+    """What is printed: a title, and cells of text below it."""
 
     title: str
     columns: Sequence[str]

@@ -124,7 +124,12 @@ def cell(
         settings = doubled(settings)
     named = QUICK_MODELS[paper.family(model)] if choice.quick else model
     identity = _identity(settings, named, {"z" if choice.private else "sigma": noise}, choice, variant)
-    return Cell(study=study, identity=identity, measure=partial(_measure, settings, choice.processes))
+    return Cell(
+        study=study,
+        identity=identity,
+        measure=partial(_measure, settings, choice.processes),
+        resumes=not choice.processes,
+    )
 
 
 def private_recipe(algorithm: str, seed: int, choice: Choice) -> Cell:
@@ -141,7 +146,12 @@ def private_recipe(algorithm: str, seed: int, choice: Choice) -> Cell:
         checkpoint_every=epochs / 4,
     )
     identity = _identity(settings, paper.RECIPE, {"epsilon": base.privacy.epsilon}, choice)
-    return Cell(study="table1", identity=identity, measure=partial(_measure, settings, choice.processes))
+    return Cell(
+        study="table1",
+        identity=identity,
+        measure=partial(_measure, settings, choice.processes),
+        resumes=not choice.processes,
+    )
 
 
 def _identity(settings: Config, model: str, noise: dict[str, Any], choice: Choice, variant: str = "") -> dict[str, Any]:
