@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from adp2sgd.config import Config, Data, Optimizer, Privacy
-from adp2sgd.engine import simulate, train
+from adp2sgd.config import Config, Data, Optimizer, Privacy, Speeds
+from adp2sgd.engine import setup, simulate, train
+from adp2sgd.engine.local import Account
 from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
 from adp2sgd.privacy import ledger
 from adp2sgd.privacy.accountant import epsilon
@@ -342,3 +343,38 @@ assert all(each.max_steps for each in run.learners)
         assert done.returncode == 0, done.stderr
     else:
         assert "learners = 120: each private learner holds its ledger open" in done.stderr
+
+
+def test_a_run_reports_the_largest_share_that_was_spent(tmp_path: Path) -> None:
+    """Also where another learner has the larger budget."""
+    fixed = Privacy(mode="private", noise_multiplier=2.0, delta=1e-5)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with closing(budget(tmp_path / "a", fixed, planned=200)), closing(budget(tmp_path / "b", fixed)) as short:
+        for _ in range(40):
+            short.draw()
+    accounts = [
+        Account(
+            Budget.read(tmp_path / n / "ledger.jsonl", fixed, plan_path=tmp_path / n / "run/plan.json", seeded=False),
+            "",
+        )
+        for n in ("a", "b")
+    ]
+    told = setup._guarantee(accounts)
+    assert told["epsilon"] == accounts[0].budget.guarantee().epsilon > accounts[1].budget.guarantee().epsilon
+    assert told["epsilon_spent"] == accounts[1].budget.guarantee().epsilon_spent > 0
+    assert "in 40 of 125 steps" in told["text"]
+
+
+def test_fast_learners_that_reach_their_cap_are_named(two_sites: Config, tmp_path: Path) -> None:
+    own = two_sites.privacy.replace(ledger=None, dataset=None, epsilon=None)
+    uneven = two_sites.replace(privacy=own, speeds=Speeds(kind="one-slow", learner=1, factor=100.0))
+    notes = simulate(uneven, tmp_path / "run").notes
+    assert any(note.startswith("learner 0 reached the cap on private steps") for note in notes)
+    assert not any("reached the cap" in note for note in simulate(uneven.replace(speeds=Speeds())).notes)
+
+
+def test_a_ledger_that_is_used_up_is_named(two_sites: Config) -> None:
+    simulate(two_sites.replace(epochs=100))  # until both sites have reached their caps
+    with pytest.raises(PrivacyError, match=r"earlier runs have spent ε = \d\.\d+ in .*-north\.jsonl: .*allows no"):
+        simulate(two_sites)

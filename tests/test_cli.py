@@ -6,8 +6,10 @@ import json
 import math
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -224,3 +226,32 @@ def test_a_terminal_shows_that_something_is_under_way(command: str, sign: str) -
     assert sign in shown.decode()
     assert shown.rpartition(b"\x1b[2K")[2].count(b"\n") == (process.returncode == 2)  # erased, but for an error's line
     assert "eigenvalues" not in answer
+
+
+def test_an_output_that_cannot_be_written_is_one_line() -> None:
+    command = [sys.executable, "-m", "adp2sgd", "topology", "ring", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["adp2sgd: error: cannot write to standard output (No space left on device)"]
+
+
+def test_a_terminal_without_greek_letters_is_no_reason_to_fail() -> None:
+    command = [sys.executable, "-m", "adp2sgd", "privacy", "epsilon", "--sample-rate", ".01", "--steps", "9"]
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    command += ["--noise-multiplier", "1", "--delta", "1e-5"]
+    done = subprocess.run(command, env=plain, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("\\u03b5 = ")
+
+
+def test_ctrl_c_before_a_run_begins_says_so(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "adp2sgd", "simulate"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    while "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text():
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    told = child.communicate(timeout=60)[1].strip().splitlines()
+    assert child.returncode == 130
+    assert told[-1].startswith("adp2sgd: error: interrupted")

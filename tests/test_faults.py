@@ -262,7 +262,10 @@ def test_a_lost_learner_ends_a_sync_run_with_one_clear_error(tmp_path: Path) -> 
     with pytest.raises(RunError, match=r"learner 1 was lost after \d+ steps \(killed by SIGKILL.*SYNC cannot go on"):
         train(settings, tmp_path / "run", on_status=faults)
     assert faults.fired == 1
-    assert train(settings, tmp_path / "run", resume=True).global_steps >= 240
+    run = train(settings, tmp_path / "run", resume=True)
+    assert (run.global_steps, run.overshoot) == (240, 0)  # rounds that the loss undid count once
+    assert [each.steps for each in run.learners] == [80] * 3
+    assert_grows(run.curve)
 
 
 def command(folder: Path, settings: Config, **options: Any) -> subprocess.Popen[str]:

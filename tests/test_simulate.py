@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from adp2sgd import config, topology
 from adp2sgd.config import Config, Data, Network, Optimizer, Speeds, Topology
-from adp2sgd.engine import simulate
+from adp2sgd.engine import simulate, train
 from adp2sgd.engine.setup import prepare
 from adp2sgd.engine.simulate import Asynchronous, Simulation, Status
 from adp2sgd.errors import ConfigError, DivergedError, InterruptedRunError, RunError
@@ -501,3 +501,19 @@ def test_a_result_is_shown_although_a_ledger_could_not_be_read(quadratic_config:
     shown = capsys.readouterr().out
     assert "1.00 of 2.00" in shown
     assert shown.count("unknown") == len(others)
+
+
+def test_a_run_that_still_runs_is_not_resumed(quadratic_config: Config, tmp_path: Path) -> None:
+    with pytest.raises(InterruptedRunError):
+        simulate(quadratic_config, tmp_path / "run", on_status=lambda _: signal.raise_signal(signal.SIGINT))
+    for engine in (simulate, train):
+        if engine is train:
+            (tmp_path / "run" / "session.json").write_text("{}")
+        with Folder.open(tmp_path / "run").held(), pytest.raises(ConfigError, match="in use: its run is still running"):
+            engine(quadratic_config, tmp_path / "run", resume=True)
+    assert simulate(quadratic_config, tmp_path / "run", resume=True).global_steps
+
+
+def test_a_batch_beyond_a_shard_is_told_of(quadratic_config: Config) -> None:
+    assert not simulate(quadratic_config).notes
+    assert "exceeds the smallest shard (50 records)" in simulate(quadratic_config.replace(batch_size=60)).notes[0]

@@ -8,12 +8,14 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from adp2sgd import learner as learner_module
 from adp2sgd.config import Config, Data, Optimizer, Privacy, Speeds, load
@@ -22,9 +24,11 @@ from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
 from adp2sgd.data.feed import Ahead, Feed, Resident, feed
 from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate
-from adp2sgd.errors import ConfigError, PrivacyError
+from adp2sgd.engine.fit import check_fit
+from adp2sgd.errors import ConfigError, DivergedError, PrivacyError
+from adp2sgd.flat import FlatModel
 from adp2sgd.privacy.streams import Streams
-from adp2sgd.task import IMAGE_MODELS, resolve
+from adp2sgd.task import IMAGE_MODELS, Task, resolve
 from conftest import ROOT, adp2sgd, make_learner
 from test_data_sources import (
     DECLARED,
@@ -380,3 +384,28 @@ def test_the_example_of_hospitals_with_tables_of_their_own(tmp_path: Path) -> No
     assert run.accuracy is not None
     assert run.accuracy > 0.7
     assert all(learner.epsilon == pytest.approx(3.0, rel=0.01) for learner in run.learners)
+
+
+@pytest.mark.parametrize("mode", ["none", "private"])
+def test_targets_that_are_no_labels_have_no_accuracy(mode: str) -> None:
+    records = Records(torch.randn(8, 3), torch.randn(8, 1))
+    task = Task(
+        model=lambda: nn.Linear(3, 1), train=records, test=records, loss=lambda out, y: (out - y).square().sum(1)
+    )
+    privacy = Privacy(mode="private", epsilon=1.0, delta=1e-5) if mode == "private" else Privacy()
+    with pytest.raises(ConfigError, match='metric="loss"'):
+        check_fit(Config(privacy=privacy), task, FlatModel(task.model()))
+    check_fit(Config(privacy=privacy), replace(task, metric="loss"), FlatModel(task.model()))
+
+
+def test_a_record_that_is_not_finite_is_suspected() -> None:
+    settings = Config(task="test_tasks:one_is_missing", learners=1, batch_size=8, epochs=1, seed=0, device="cpu")
+    with pytest.raises(DivergedError, match="diverged at its step 1: .* look for records whose values are not finite"):
+        simulate(settings)
+
+
+def one_is_missing() -> Task:
+    inputs = torch.randn(8, 3)
+    inputs[5, 1] = torch.nan
+    records = Records(inputs, torch.arange(8) % 2)
+    return Task(model=lambda: nn.Linear(3, 2), train=records, test=records)

@@ -5,6 +5,8 @@ Exit codes: 2 for wrong input, 1 for a run that fails, 130 for one that was inte
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -22,12 +24,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+INTERRUPTED = 130
 Settings = Annotated[
     list[str],
     typer.Option("--set", metavar="A.B=VALUE", help="Change one field of the configuration; may be repeated."),
 ]
 ConfigFile = Annotated[Optional[Path], typer.Argument(help="A TOML file; without it, the defaults.")]  # noqa: UP045
-RunFolder = Annotated[Optional[Path], typer.Option(help="The run's folder (default: runs/NAME).")]  # noqa: UP045
+RunFolder = Annotated[Optional[Path], typer.Option(help="The run's folder (default: runs/TASK-ALGORITHM-TIME).")]  # noqa: UP045
 Resume = Annotated[Optional[Path], typer.Option(help="Go on with an interrupted run in this folder.")]  # noqa: UP045
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
@@ -51,8 +54,6 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    import os
-
     if data_dir is not None:
         os.environ["ADP2SGD_DATA"] = str(data_dir)
 
@@ -434,14 +435,24 @@ def _run_folder(task: str, algorithm: str) -> Path:
 def main() -> None:
     """Entry point: our own errors and wrong usage are one line on standard error."""
     command = typer.main.get_command(app)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without ε is no reason to fail
     try:
-        sys.exit(command.main(standalone_mode=False))
+        code = command.main(standalone_mode=False)
+        sys.stdout.flush()
+        if code == INTERRUPTED:  # by typer, which says nothing
+            _fail("interrupted", INTERRUPTED)
+        sys.exit(code)
     except Adp2sgdError as error:
         _fail(str(error), error.exit_code)
-    except typer.Abort:
-        _fail("interrupted", 130)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("interrupted", INTERRUPTED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE) or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to print goes nowhere
+        _fail(f"cannot write to standard output ({error.strerror})", 1)
     except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())  # type: ignore[attr-defined]

@@ -66,7 +66,11 @@ class Topology(Section):
     def __post_init__(self) -> None:
         _one_of("topology.partner", self.partner, PARTNERS)
         _require(self.degree >= 1, "topology.degree", self.degree, "use at least 1")
-        if self.edges and self.graph != "edges":
+        if self.edges and self.graph not in ("edges", Topology.graph):
+            raise ConfigError(
+                f'topology.edges goes with topology.graph = "edges", not "{self.graph}"; remove one of them'
+            )
+        if self.edges:
             object.__setattr__(self, "graph", "edges")
 
 
@@ -234,10 +238,14 @@ class Speeds(Section):
 
     def __post_init__(self) -> None:
         _one_of("speeds.kind", self.kind, SPEEDS)
-        _require(self.step_s > 0, "speeds.step_s", self.step_s, "use a positive number of seconds")
-        _require(self.factor > 0, "speeds.factor", self.factor, "use a positive number")
+        _require(0 < self.step_s < math.inf, "speeds.step_s", self.step_s, "use a positive number of seconds")
+        _require(0 < self.factor < math.inf, "speeds.factor", self.factor, "use a positive number")
         _require(0 <= self.spread <= 10, "speeds.spread", self.spread, "use 0 or more, 10 at most")
-        _require(all(v > 0 for v in self.values), "speeds.values", list(self.values), "use positive numbers")
+        _require(all(0 < v < math.inf for v in self.values), "speeds.values", list(self.values), "use positive numbers")
+        if self.values and self.kind != "list":
+            raise ConfigError(
+                f'speeds.values goes with speeds.kind = "list", not "{self.kind}"; set that or remove them'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +256,7 @@ class Network(Section):
     bandwidth_bps: float = math.inf
 
     def __post_init__(self) -> None:
-        _require(self.latency_s >= 0, "network.latency_s", self.latency_s, "use 0 or more seconds")
+        _require(0 <= self.latency_s < math.inf, "network.latency_s", self.latency_s, "use 0 or more seconds")
         _require(self.bandwidth_bps > 0, "network.bandwidth_bps", self.bandwidth_bps, "use a positive number or inf")
 
 

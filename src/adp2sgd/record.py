@@ -144,6 +144,20 @@ class Folder:
             raise ConfigError(f"{key} = {given}, but {path} holds a run with {key} = {kept}; use that")
         return folder
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from running here; the kernel frees the folder if this one is killed."""
+        with (self.path / "config.toml").open("rb") as file:
+            try:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{self.path} is in use: its run is still running; wait for it, or stop it") from None
+            except (ImportError, OSError):  # a system or a file system without locks
+                pass
+            yield
+
     @property
     def settings(self) -> config.Config:
         return config.load(self.path / "config.toml")

@@ -18,6 +18,10 @@ from adp2sgd.task import Task
 def check_fit(config: Config, task: Task, model: FlatModel) -> None:
     """Refuse a model that cannot read the task's records, or has no output for a label of theirs. Private mode has
     checks of its own, which look at no record."""
+    if task.metric == "accuracy" and task.train.targets.is_floating_point():
+        raise ConfigError(
+            'targets that are no whole numbers have no accuracy; give the task metric="loss", or labels from 0'
+        )
     if config.privacy.mode == "private":
         return
     records = task.train.take(torch.arange(min(2, len(task.train))))

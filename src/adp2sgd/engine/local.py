@@ -61,7 +61,7 @@ def train(
     setup = prepare(config, kept.get("seed"))  # before the folder: a wrong task leaves nothing behind
     check_fit(config, setup.task, setup.model)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
-    with closing(Nursery()) as nursery:
+    with home.held(), closing(Nursery()) as nursery:
         with beginning(home, fresh=not resume):
             plans = _plan(setup, home)
         supervisor = Supervisor(

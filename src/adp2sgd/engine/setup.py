@@ -6,7 +6,7 @@ import math
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
 from adp2sgd.device import AUTOCAST, compiled, tune
 from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.engine.fit import check_privacy
-from adp2sgd.errors import ConfigError, LedgerError
+from adp2sgd.errors import ConfigError, DivergedError, LedgerError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.engine import Engine
@@ -108,8 +108,27 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     steps_per_epoch = len(task.train) / config.batch_size
     rounds = math.ceil(config.epochs * steps_per_epoch / config.learners - 1e-9)
     target = max(1, rounds) * config.learners
-    notes = tuple(check_privacy(config, task, model, rows)) if config.privacy.mode == "private" else ()
+    notes = tuple(check_privacy(config, task, model, rows) if config.privacy.mode == "private" else _cut(config, rows))
     return Setup(config, seed, device, task, rows, graph, model, steps_per_epoch, target, notes)
+
+
+def diverged(learner: int, step: int, folder: Folder) -> DivergedError:
+    """A gradient that is not finite: at a first step it may be the records' doing."""
+    cure = "lower optimizer.lr" if step > 1 else "look for records whose values are not finite, or lower optimizer.lr"
+    return DivergedError(
+        f"learner {learner} diverged at its step {step}: the gradient is no longer finite; {cure}; "
+        f"what was recorded is in {folder.path}"
+    )
+
+
+def _cut(config: Config, rows: Sequence[Tensor]) -> list[str]:
+    smallest = min(len(shard) for shard in rows)
+    if smallest >= config.batch_size:
+        return []
+    return [
+        f"batch_size = {config.batch_size} exceeds the smallest shard ({smallest} records): its learner takes all of "
+        "them at each step, which epochs count as a whole batch"
+    ]
 
 
 def pick_device(name: str) -> torch.device:
@@ -296,18 +315,37 @@ def finish(
         learners=results,
         sites=_by_site(setup, theta),
         curve=curve,
-        notes=setup.notes,
+        notes=(*setup.notes, *_capped(learners)),
         versions=versions(),
         folder=folder,
     )
 
 
+def _capped(learners: Sequence[Accounted]) -> list[str]:
+    """Who trained no more from some step on: with uneven speeds the fast learners, to the surprise of many."""
+    at = [
+        k
+        for k, each in enumerate(learners)
+        if each.budget is not None and each.budget.steps >= each.budget.plan.max_steps
+    ]
+    if not at:
+        return []
+    who = f"learner{'s' if len(at) > 1 else ''} {', '.join(map(str, at[:8]))}{' and more' if len(at) > 8 else ''}"
+    return [
+        f"{who} reached the cap on private steps and only averaged from then on; a larger privacy.headroom (more "
+        "noise) or privacy.epsilon allows more steps"
+    ]
+
+
 def _guarantee(learners: Sequence[Accounted]) -> Any:
-    """The weakest learner's guarantee, which is the run's where no record lies at two learners."""
+    """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
+    spent, and the largest that was."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
     if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
         return "none"
-    weakest = max(found, key=lambda each: (each.epsilon, each.epsilon_spent))
+    most = max(found, key=lambda each: each.epsilon_spent)
+    weakest = max(found, key=lambda each: each.epsilon)
+    weakest = replace(weakest, epsilon_spent=most.epsilon_spent, steps=most.steps, max_steps=most.max_steps)
     valid_if = "no record lies at two learners"
     return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}
 

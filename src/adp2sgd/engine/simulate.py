@@ -25,10 +25,10 @@ from adp2sgd.engine.evaluate import Metrics, average, consensus, evaluate
 from adp2sgd.engine.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.fit import check_fit
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
-from adp2sgd.engine.setup import Setup, beginning, finish, make_learner, prepare
+from adp2sgd.engine.setup import Setup, beginning, diverged, finish, make_learner, prepare
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
 from adp2sgd.engine.threads import suited_threads
-from adp2sgd.errors import ConfigError, DivergedError, InterruptedRunError
+from adp2sgd.errors import ConfigError, InterruptedRunError
 from adp2sgd.exchange.protocol import Commit, Exchange, Message
 from adp2sgd.learner import Learner
 from adp2sgd.record import Folder, LearnerResult, Point, Run
@@ -75,14 +75,15 @@ def simulate(
     setup = prepare(config, saved.seed if saved else None)  # before the folder: a wrong task leaves nothing behind
     check_fit(config, setup.task, setup.model)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
-    if saved is not None and config.seed is not None:
-        home.remove_logs("ledger.jsonl", "plan.json")  # a seeded run repeats its draws: charged anew, not twice
     simulation = kind(setup, home, on_status or (lambda _: None))
     with (
+        home.held(),
         home.telling_of_full_disks(),
         closing(simulation),
         suited_threads(len(simulation.setup.model.weights), config.batch_size),
     ):
+        if saved is not None and config.seed is not None:
+            home.remove_logs("ledger.jsonl", "plan.json")  # a seeded run repeats its draws: charged anew, not twice
         with beginning(home, fresh=not resume):
             simulation.enlist()
         if saved is None:
@@ -181,10 +182,7 @@ class Simulation:
             finite = math.isfinite(norm)
             self.folder.log(learner, {**event, "gradient_norm": norm if finite else None})
             if not finite:
-                raise DivergedError(
-                    f"learner {learner} diverged at its step {event['step']}: the gradient is no longer finite; "
-                    f"lower optimizer.lr; what was recorded is in {self.folder.path}"
-                )
+                raise diverged(learner, int(event["step"]), self.folder)
 
     def _keep_schedule(self, before: int) -> None:
         config = self.setup.config

@@ -127,13 +127,18 @@ class Supervisor:
 
     @property
     def global_steps(self) -> int:
-        heard = [int(seat.status.get("total", 0)) for seat in self.seats]
-        return max(sum(map(self.steps, self.seats)), *heard)
+        heard = max(int(seat.status.get("total", 0)) for seat in self.seats)
+        return heard if self._in_step else max(sum(map(self.steps, self.seats)), heard)
+
+    @property
+    def _in_step(self) -> bool:
+        """SYNC: then rounds since the last checkpoints are undone when a run ends early, and taken again."""
+        return self.setup.config.algorithm == "sync"
 
     def steps(self, seat: Seat) -> int:
         """A learner's steps over all its starts: what it reported itself, or what the others heard of it, if more."""
         heard = sum(steps for (learner, _), steps in self._counts.items() if learner == seat.learner)
-        return max(seat.totals["steps"], heard)
+        return heard if self._in_step and heard else max(seat.totals["steps"], heard)
 
     def run(self) -> None:
         """Raises RunError if the run cannot go on; no process is left behind in any case."""
@@ -231,7 +236,7 @@ class Supervisor:
             memory.open = False
             seat.died += 1
             self.notes.append(f"learner {seat.learner} died within an exchange: a half-exchange may have happened")
-        if self.setup.config.algorithm == "sync":
+        if self._in_step:
             raise RunError(
                 f"learner {seat.learner} was lost after {steps} steps ({how}); SYNC cannot go on without it: "
                 f'go on with --resume {self.folder.path}, or use algorithm = "adpsgd"'
@@ -331,7 +336,7 @@ class Supervisor:
 
     def _make_store(self) -> Any:
         """Where the learners of SYNC find each other: lives and dies with this process, on a port of its choice."""
-        if self.setup.config.algorithm != "sync":
+        if not self._in_step:
             return None
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from adp2sgd.engine import learner_checkpoint
 from adp2sgd.engine.exchanger import SUPERVISOR, Exchanger, Place
 from adp2sgd.engine.keeper import Keeper
-from adp2sgd.engine.setup import Setup, make_learner
+from adp2sgd.engine.setup import Setup, diverged, make_learner
 from adp2sgd.engine.speeds import step_seconds
 from adp2sgd.engine.threads import SMALL_STEP
 from adp2sgd.errors import Adp2sgdError, DivergedError, LedgerError
@@ -234,10 +234,7 @@ class Worker:
             events.append({**event, "gradient_norm": norm if finite else None})
             if not finite:
                 self.keeper.log(events)
-                raise DivergedError(
-                    f"learner {self.place.learner} diverged at its step {event['step']}: the gradient is no longer "
-                    f"finite; lower optimizer.lr; what was recorded is in {self.folder.path}"
-                )
+                raise diverged(self.place.learner, event["step"], self.folder)
         self.keeper.log(events)
 
     def _keep_schedule(self, total: int) -> None:

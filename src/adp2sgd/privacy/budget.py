@@ -119,13 +119,19 @@ class Budget:
                         "changed since; start a new run"
                     )
             else:
-                fixed = plan(
-                    privacy,
-                    records=records,
-                    batch_size=batch_size,
-                    planned_steps=planned_steps,
-                    before=ledger.spent(),
-                )
+                try:
+                    fixed = plan(
+                        privacy,
+                        records=records,
+                        batch_size=batch_size,
+                        planned_steps=planned_steps,
+                        before=ledger.spent(),
+                    )
+                except PrivacyError as error:
+                    if not ledger.spent().parts:
+                        raise
+                    spent = epsilon(ledger.spent(), 1, privacy.delta, "pld", privacy.adjacency).epsilon
+                    raise PrivacyError(f"earlier runs have spent ε = {spent:.4g} in {path}: {error}") from None
                 _write_plan(plan_path, fixed)
             return cls(fixed, ledger, seeded=seeded)
         except BaseException:
