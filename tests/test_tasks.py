@@ -400,7 +400,7 @@ def test_targets_that_are_no_labels_have_no_accuracy(mode: str) -> None:
 
 def test_a_record_that_is_not_finite_is_suspected() -> None:
     settings = Config(task="test_tasks:one_is_missing", learners=1, batch_size=8, epochs=1, seed=0, device="cpu")
-    with pytest.raises(DivergedError, match="diverged at its step 1: .* look for records whose values are not finite"):
+    with pytest.raises(DivergedError, match=r"diverged at its step 1: .* look for records whose values are not finite"):
         simulate(settings)
 
 
