@@ -2,12 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import tomli_w
 
 from adp2sgd import config
 from adp2sgd.config import Config, Optimizer, Privacy, Warmup
 from adp2sgd.errors import ConfigError
+from conftest import ROOT
 
 FULL = """
 task = "digits/mlp"
@@ -154,3 +158,32 @@ def test_the_papers_schedules() -> None:
     assert [cifar.rate(e) for e in (0, 159.9, 160, 239.9, 240, 300)] == [0.4, 0.4, 0.04, 0.04, 0.004, 0.004]
     speech = Optimizer(lr=1.0, warmup=Warmup(epochs=10, from_=0.1), decay=2**-0.5)
     assert [round(speech.rate(e), 4) for e in (0, 5, 10, 11, 12, 20)] == [0.1, 0.55, 1.0, 0.7071, 0.5, 0.0313]
+
+
+def test_the_document_has_every_field_with_its_default() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    example = text.split("```toml")[1].split("```")[0]
+    assert config.loads(example).speeds.values == (1, 1, 1.5, 1, 8)
+    sections = [part.splitlines() for part in text.split("\n## ")[1:]]
+    rows = {
+        (lines[0].partition("]")[0].strip("`[") if "[" in lines[0] else "", *line.split(" | ")[:2])
+        for lines in sections
+        for line in lines
+        if line.startswith("| `")
+    }
+    expected = set()
+    for section, name, value in fields_of(Config()):
+        shown = "–" if value is None else f"`{tomli_w.dumps({'x': value}).partition('= ')[2].strip()}`"
+        expected.add((section, f"| `{name}`", shown if value not in ((), {}) else "`[]`" if value == () else "`{}`"))
+    assert rows == expected
+
+
+def fields_of(part: Any, section: str = "", prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    for each in dataclasses.fields(part):
+        value, name = getattr(part, each.name), each.name.rstrip("_")
+        if not dataclasses.is_dataclass(value):
+            yield section, prefix + name, value
+        elif section:
+            yield from fields_of(value, section, f"{name}.")
+        else:
+            yield from fields_of(value, name)

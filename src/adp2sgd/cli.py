@@ -14,7 +14,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from adp2sgd.errors import Adp2sgdError
+from adp2sgd.errors import Adp2sgdError, ConfigError
 
 app = typer.Typer(
     help="Train one model across many sites that keep their data: asynchronous, decentralized, differentially private.",
@@ -113,6 +113,8 @@ def topology(
     from adp2sgd import config, view
     from adp2sgd import topology as graphs
 
+    if graph not in graphs.GRAPHS:
+        raise ConfigError(f'graph "{graph}" is unknown; use one of: {", ".join(graphs.GRAPHS)}')
     settings = config.Config(learners=learners, topology=config.Topology(graph=graph, partner=partner, degree=degree))
     with view.waiting(f"eigenvalues of {learners:,} learners"):
         built = graphs.build(settings.topology, learners)
@@ -276,7 +278,7 @@ def privacy_noise(
     adjacency: Adjacency = "add-remove",
     json: Json = False,
 ) -> None:
-    """The least noise multiplier that keeps a number of steps within ε."""
+    """The least noise multiplier that keeps a number of steps within ε, 0.1 at least."""
     from adp2sgd import view
     from adp2sgd.privacy import accountant
     from adp2sgd.privacy.calibrate import noise_for
@@ -408,7 +410,6 @@ def _print_budget(spent: Any, noise_multiplier: float, sample_rate: float, steps
 def _chosen(config: Path | None, settings: list[str], out: Path | None, resume: Path | None) -> tuple[Any, Path]:
     """The configuration of a new run or of the one that goes on, and its folder."""
     from adp2sgd.config import Config, load
-    from adp2sgd.errors import ConfigError
     from adp2sgd.record import Folder
 
     if out is not None and not str(out).strip(". "):

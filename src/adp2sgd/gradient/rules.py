@@ -106,7 +106,7 @@ class Linear:
 
     @property
     def why(self) -> str:
-        return compare(self.cost)
+        return compare(self.cost) if self.inputs.shape[1] > 1 else "at one position the norm is a product of two"
 
     def measure(self) -> Measured:
         self.inputs, self.outputs = as_multiplied(self.inputs, MATMUL), as_multiplied(self.outputs, MATMUL)
