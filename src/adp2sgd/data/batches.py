@@ -17,7 +17,6 @@ class Batches(Protocol):
     """`expected` is what the summed gradient is divided by: never the size of the batch at hand."""
 
     expected: float
-    sampler: str
 
     def draw(self, step: int) -> Tensor:
         """Rows of the shard for the learner's own step number `step`, counted from 0."""
@@ -29,8 +28,6 @@ class PoissonBatches:
 
     Batches may be empty. This is the only sampler whose amplification an accountant counts.
     """
-
-    sampler = "poisson"
 
     def __init__(self, records: int, batch_size: int, streams: Streams) -> None:
         self.rate = min(1.0, batch_size / records)
@@ -47,8 +44,6 @@ class ReshuffledBatches:
 
     As the paper's experiments did. It has no privacy amplification, so private mode never uses it.
     """
-
-    sampler = "reshuffle"
 
     def __init__(self, records: int, batch_size: int, streams: Streams) -> None:
         self._size = min(batch_size, records)

@@ -24,7 +24,7 @@ def attend(project: Project, weights: list[Any], biases: list[Any], call: dict[s
     projected = [project(x, w, b) for x, w, b in zip(streams, weights, biases, strict=True)]
     q, k, v = projected if len(projected) == 3 else projected[0].chunk(3, -1)
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    mask = _mask(call, q, k)
+    mask = _mask(call, q)
     dropout = call["dropout_p"] if call["training"] else 0.0
     shares = None
     if call["need_weights"]:
@@ -39,7 +39,7 @@ def attend(project: Project, weights: list[Any], biases: list[Any], call: dict[s
     return out.transpose(0, 1).to(out_dtype), shares
 
 
-def _mask(call: dict[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
+def _mask(call: dict[str, Any], q: Tensor) -> Tensor | None:
     """All masks as one that is added to the scores [batch, heads, queries, keys]."""
     mask: Tensor | None = None
     if call["attn_mask"] is not None:

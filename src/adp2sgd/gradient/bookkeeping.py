@@ -27,8 +27,6 @@ class BookKeeping:
     as CUDA graphs.
     """
 
-    name = "book-keeping"
-
     def __init__(
         self, model: FlatModel, loss: Loss, *, copies: int = 1, piece: int | None = None,
         autocast: torch.dtype | None = None,

@@ -66,8 +66,6 @@ class Automatic:
     settle before. A model that mixes its rows in a way that the rules cannot see never gets a wrong gradient.
     """
 
-    name = "auto"
-
     def __init__(
         self, model: FlatModel, loss: Loss, *, copies: int = 1, piece: int | None = None,
         autocast: torch.dtype | None = None,

@@ -16,14 +16,12 @@ CHUNK_BYTES = 1 << 30
 
 
 class Functional:
-    """Engine that materializes the gradients of `chunk` records at a time (chosen for about 1 GiB by default)."""
+    """Engine that materializes the gradients of `chunk` records at a time (for about 1 GiB)."""
 
-    name = "functional"
-
-    def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1, chunk: int | None = None) -> None:
+    def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1) -> None:
         self.model, self.loss, self.copies = model, loss, copies
         size = model.weights.numel() * model.weights.element_size()
-        self.chunk = min(AT_ONCE[model.device.type], chunk or max(1, CHUNK_BYTES // max(1, 3 * size)))
+        self.chunk = min(AT_ONCE[model.device.type], max(1, CHUNK_BYTES // max(1, 3 * size)))
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""

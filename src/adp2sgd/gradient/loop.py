@@ -14,8 +14,6 @@ from adp2sgd.task import Loss
 class Loop:
     """Engine that runs the model on each record alone, so nothing can couple records. Any dtype, any module."""
 
-    name = "loop"
-
     def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1) -> None:
         self.model, self.loss, self.copies = model, loss, copies
 

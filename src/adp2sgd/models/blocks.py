@@ -50,9 +50,9 @@ class Parallel(nn.ModuleList):
 class SqueezeExcitation(nn.Module):
     """Scales every channel by a factor in (0, 1) that two 1×1 convolutions compute from the channels' means."""
 
-    def __init__(self, channels: int, ratio: int = 16) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        squeezed = channels // ratio
+        squeezed = channels // 16
         self.gate = nn.Sequential(nn.Conv2d(channels, squeezed, 1), nn.ReLU(), nn.Conv2d(squeezed, channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
