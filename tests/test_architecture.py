@@ -18,6 +18,7 @@ LAYERS = {
     "errors": 0,
     "config": 1,
     "device": 1,
+    "files": 1,
     "flat": 1,
     "progress": 1,
     "privacy": 2,

@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import platform
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from adp2sgd import config
 from adp2sgd.errors import ConfigError, RunError
+from adp2sgd.files import replacing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,23 +232,8 @@ class Folder:
             ) from None
 
     def replacing(self, name: str) -> AbstractContextManager[Path]:
-        """See the function."""
+        """A temporary file that takes the place of `name` in one step."""
         return replacing(self.path / name)
-
-
-@contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of `target` in one step, after its content is on disk."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    part.open("xb").close()
-    try:
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str]:

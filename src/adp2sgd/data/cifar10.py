@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from adp2sgd.data.folder import Source, check_labels, check_md5, download, download_to, find, read_bytes, replacing
+from adp2sgd.data.folder import Source, check_labels, check_md5, download, download_to, find, read_bytes
 from adp2sgd.data.images import Normalize
 from adp2sgd.data.records import Records
 from adp2sgd.errors import DataError
+from adp2sgd.files import replacing
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 URL_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from adp2sgd.data.records import Records
 from adp2sgd.errors import DataError
+from adp2sgd.files import replacing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,19 +103,6 @@ def _fetch(url: str, part: Path) -> str:
             digest.update(block)
             bar.advance(task, len(block))
     return digest.hexdigest()
-
-
-@contextmanager
-def replacing(to: Path) -> Iterator[Path]:
-    """A temporary file beside `to` that takes its place at the end, in one step, or vanishes on an error."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{to.name}.", dir=to.parent)
-    os.close(handle)
-    try:
-        yield Path(name)
-        Path(name).replace(to)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def read_bytes(path: Path) -> bytes:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from adp2sgd import config
 from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
+from adp2sgd.files import replacing
 from adp2sgd.privacy.accountant import Spent, epsilon
 from adp2sgd.privacy.calibrate import noise_for, steps_for
 from adp2sgd.privacy.ledger import Ledger
@@ -235,12 +235,8 @@ def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
 
 
 def _write_plan(path: Path, fixed: Plan) -> None:
-    draft = path.with_name(f".{path.name}")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(fixed)))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    with replacing(path) as part:
+        part.write_text(json.dumps(asdict(fixed)), encoding="utf-8")
 
 
 def _read_plan(path: Path) -> Plan:
