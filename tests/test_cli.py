@@ -262,3 +262,9 @@ def test_ctrl_c_before_a_run_begins_says_so(tmp_path: Path) -> None:
     told = child.communicate(timeout=60)[1].strip().splitlines()
     assert child.returncode == 130
     assert told[-1].startswith("adp2sgd: error: interrupted")
+
+
+def test_a_closed_output_is_no_failure() -> None:
+    command = f"{sys.executable} -m adp2sgd topology ring --json >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

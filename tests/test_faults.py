@@ -338,6 +338,27 @@ def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws) -> None:
         assert_grows(run.curve)
 
 
+FORKS = """
+import os, signal
+from faults import counted_blobs
+
+def forks(**options):
+    if os.fork() == 0:
+        with open(options.pop("path"), "a") as file:
+            file.write("ends\\n" if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else "stays\\n")
+        os._exit(0)
+    return counted_blobs()
+"""
+
+
+def test_what_a_learner_forks_ends_on_sigterm(tmp_path: Path, draws: Draws, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forking.py").write_text(FORKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = SHORT.replace(task="forking:forks", options={"path": str(tmp_path / "told")}, epochs=0.2)
+    train(settings, tmp_path / "run")
+    assert (tmp_path / "told").read_text().split() == ["ends"] * 4  # here, and at each of three learners
+
+
 def leftovers(folder: Path) -> set[str]:
     """What a run leaves on disk, beside its record."""
     known = {

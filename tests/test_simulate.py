@@ -517,3 +517,19 @@ def test_a_run_that_still_runs_is_not_resumed(quadratic_config: Config, tmp_path
 def test_a_batch_beyond_a_shard_is_told_of(quadratic_config: Config) -> None:
     assert not simulate(quadratic_config).notes
     assert "exceeds the smallest shard (50 records)" in simulate(quadratic_config.replace(batch_size=60)).notes[0]
+
+
+def test_a_folder_is_free_although_a_forked_process_goes_on(quadratic_config: Config, tmp_path: Path) -> None:
+    simulate(quadratic_config, tmp_path / "run")
+    folder = Folder.open(tmp_path / "run")
+    with folder.held():
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with folder.held():
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -441,7 +441,8 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # a terminal without ε is no reason to fail
     try:
         code = command.main(standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         if code == INTERRUPTED:  # by typer, which says nothing
             _fail("interrupted", INTERRUPTED)
         sys.exit(code)
@@ -450,7 +451,7 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", INTERRUPTED)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EPIPE) or error.filename is not None:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE) or _can_print():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to print goes nowhere
         _fail(f"cannot write to standard output ({error.strerror})", 1)
@@ -461,6 +462,14 @@ def main() -> None:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # wrong usage, found by typer
             _fail(f"{error.format_message()} (see --help)", 2)
         raise
+
+
+def _can_print() -> bool:
+    try:
+        os.write(1, b"\n")
+    except OSError:
+        return False
+    return True
 
 
 def _fail(message: str, code: Any) -> None:

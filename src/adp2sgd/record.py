@@ -155,8 +155,12 @@ class Folder:
             except BlockingIOError:
                 raise ConfigError(f"{self.path} is in use: its run is still running; wait for it, or stop it") from None
             except (ImportError, OSError):  # a system or a file system without locks
-                pass
-            yield
+                yield
+                return
+            try:
+                yield
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
 
     @property
     def settings(self) -> config.Config:

@@ -18,10 +18,6 @@ from adp2sgd.task import Task
 def check_fit(config: Config, task: Task, model: FlatModel) -> None:
     """Refuse a model that cannot read the task's records, or has no output for a label of theirs. Private mode has
     checks of its own, which look at no record."""
-    if task.metric == "accuracy" and task.train.targets.is_floating_point():
-        raise ConfigError(
-            'targets that are no whole numbers have no accuracy; give the task metric="loss", or labels from 0'
-        )
     if config.privacy.mode == "private":
         return
     records = task.train.take(torch.arange(min(2, len(task.train))))
@@ -29,6 +25,11 @@ def check_fit(config: Config, task: Task, model: FlatModel) -> None:
     with torch.no_grad(), _told():
         outputs = model.module(task.prepare(records.inputs.to(model.device)))
     if task.metric == "accuracy":
+        targets = task.train.targets
+        if targets.is_floating_point() and bool((targets != targets.round()).any()):
+            raise ConfigError(
+                'targets that are no whole numbers have no accuracy; give the task metric="loss", or labels from 0'
+            )
         largest = max(int(part.targets.max()) for part in (task.train, task.test))
         if largest >= outputs.shape[-1]:
             raise ConfigError(

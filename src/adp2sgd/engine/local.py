@@ -61,29 +61,32 @@ def train(
     setup = prepare(config, kept.get("seed"))  # before the folder: a wrong task leaves nothing behind
     check_fit(config, setup.task, setup.model)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
-    with home.held(), closing(Nursery()) as nursery:
-        with beginning(home, fresh=not resume):
-            plans = _plan(setup, home)
-        supervisor = Supervisor(
-            setup,
-            home,
-            nursery,
-            mode="resume" if resume else "fresh",
-            seats=[_again(Seat(**seat)) for seat in kept.get("seats", ())],
-            elapsed_s=kept.get("seconds", 0.0),
-            exchange=exchange,
-            plans=plans,
-            patience=patience,
-            on_status=on_status,
-        )
-        supervisor.notes += kept.get("notes", [])
-        supervisor.run()
-    if supervisor.interrupted and supervisor.global_steps < setup.target_steps:
-        raise InterruptedRunError(
-            f"interrupted at epoch {setup.epoch(supervisor.global_steps):.2f}; nothing is lost: "
-            f"go on with --resume {home.path}"
-        )
-    return _result(supervisor, home)
+    with home.held():
+        if resume:
+            _read_session(home)  # it may have ended since
+        with closing(Nursery()) as nursery:
+            with beginning(home, fresh=not resume):
+                plans = _plan(setup, home)
+            supervisor = Supervisor(
+                setup,
+                home,
+                nursery,
+                mode="resume" if resume else "fresh",
+                seats=[_again(Seat(**seat)) for seat in kept.get("seats", ())],
+                elapsed_s=kept.get("seconds", 0.0),
+                exchange=exchange,
+                plans=plans,
+                patience=patience,
+                on_status=on_status,
+            )
+            supervisor.notes += kept.get("notes", [])
+            supervisor.run()
+        if supervisor.interrupted and supervisor.global_steps < setup.target_steps:
+            raise InterruptedRunError(
+                f"interrupted at epoch {setup.epoch(supervisor.global_steps):.2f}; nothing is lost: "
+                f"go on with --resume {home.path}"
+            )
+        return _result(supervisor, home)
 
 
 def _plan(setup: Setup, home: Folder) -> list[Plan]:

@@ -81,7 +81,9 @@ def tend(line: socket.socket) -> None:
     while True:
         ready, _, _ = select.select([line], [], [], REAP_S)
         if ready:
-            data = line.recv(LARGEST)
+            data = b""
+            with contextlib.suppress(ConnectionResetError):
+                data = line.recv(LARGEST)
             if not data:
                 break
             order = {**json.loads(data), "descriptors": descriptors}
@@ -119,12 +121,18 @@ def _fork(order: dict[str, Any], line: socket.socket) -> int:
         if os.getppid() != parent:
             os._exit(1)  # the nursery died before the line above
         line.close()
+        os.register_at_fork(after_in_child=_end_on_sigterm)
         code = _live(order)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _end_on_sigterm() -> None:
+    """What a learner's task forks, a pool for instance, ends as usual."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _live(order: dict[str, Any]) -> int:
@@ -135,6 +143,7 @@ def _live(order: dict[str, Any]) -> int:
 
 def main(descriptor: int) -> None:
     """Of the nursery's own process; `descriptor` is its end of the line."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # and not SIG_IGN, which whatever a task starts would inherit
     os.dup2(2, 1)  # standard output belongs to the supervisor's figures
     line = socket.socket(fileno=descriptor)
     line.set_inheritable(False)

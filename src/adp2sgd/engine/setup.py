@@ -232,15 +232,15 @@ def beginning(folder: Folder, *, fresh: bool) -> Iterator[None]:
 
 def _discard(folder: Folder) -> None:
     """Remove what the begin of a run has written, and nothing else. A ledger with spent steps stays."""
-    (folder.path / "config.toml").unlink(missing_ok=True)
     for own in folder.path.glob("learner-*"):
         ledger = own / "ledger.jsonl"
-        (own / "plan.json").unlink(missing_ok=True)
         with suppress(LedgerError, OSError):
+            (own / "plan.json").unlink(missing_ok=True)
             if ledger.exists() and not read_ledger(ledger).spent().parts:
                 ledger.unlink()
             own.rmdir()
     with suppress(OSError):
+        (folder.path / "config.toml").unlink(missing_ok=True)
         folder.path.rmdir()
 
 
@@ -315,20 +315,21 @@ def finish(
         learners=results,
         sites=_by_site(setup, theta),
         curve=curve,
-        notes=(*setup.notes, *_capped(learners)),
+        notes=(*setup.notes, *_capped(learners, whole=last.global_steps >= setup.target_steps)),
         versions=versions(),
         folder=folder,
     )
 
 
-def _capped(learners: Sequence[Accounted]) -> list[str]:
-    """Who trained no more from some step on: with uneven speeds the fast learners, to the surprise of many."""
+def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
+    """Who trained no more from some step on: with uneven speeds the fast learners, to the surprise of many. In a
+    `whole` run where all have taken the last step that they may, they have simply finished."""
     at = [
         k
         for k, each in enumerate(learners)
         if each.budget is not None and each.budget.steps >= each.budget.plan.max_steps
     ]
-    if not at:
+    if not at or (whole and len(at) == len(learners)):
         return []
     who = f"learner{'s' if len(at) > 1 else ''} {', '.join(map(str, at[:8]))}{' and more' if len(at) > 8 else ''}"
     return [

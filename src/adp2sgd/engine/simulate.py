@@ -34,7 +34,7 @@ from adp2sgd.learner import Learner
 from adp2sgd.record import Folder, LearnerResult, Point, Run
 
 WATCH_EVERY = 32  # steps between looks at the gradient norms, so that a GPU is not made to wait at each
-OTHER_FILES = 256  # that a run may have open beside its learners' ledgers
+FEW_FILES, OTHER_FILES = 64, 256  # that a run may have open beside its learners' ledgers: at least, at ease
 
 
 @dataclass(frozen=True)
@@ -382,10 +382,11 @@ def _allow_open_files(learners: int) -> None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = learners + OTHER_FILES
-    if hard != resource.RLIM_INFINITY and wanted > hard:
+    most = wanted if hard == resource.RLIM_INFINITY else hard
+    if learners + FEW_FILES > most:
         raise ConfigError(
             f"learners = {learners}: each private learner holds its ledger open, and the system allows {hard} open "
             "files; use fewer learners, or raise that limit"
         )
     if soft != resource.RLIM_INFINITY and wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, most), hard))

@@ -138,7 +138,7 @@ class Supervisor:
     def steps(self, seat: Seat) -> int:
         """A learner's steps over all its starts: what it reported itself, or what the others heard of it, if more."""
         heard = sum(steps for (learner, _), steps in self._counts.items() if learner == seat.learner)
-        return heard if self._in_step and heard else max(seat.totals["steps"], heard)
+        return heard if self._in_step and self._counts else max(seat.totals["steps"], heard)
 
     def run(self) -> None:
         """Raises RunError if the run cannot go on; no process is left behind in any case."""
