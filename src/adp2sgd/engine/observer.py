@@ -149,6 +149,8 @@ class Observer(threading.Thread):
             return
         steps = sum(mean.counts.values())
         self._seen = max(self._seen, steps)
+        if steps >= self._setup.target_steps:
+            return  # the last evaluation follows the run
         if self.curve and steps <= self.curve[-1].global_steps:
             return  # the session before this one was further when it was killed
         point = Point(
