@@ -307,7 +307,7 @@ def privacy_steps(
     from adp2sgd.privacy.calibrate import steps_for
     from adp2sgd.privacy.mechanism import SampledGaussian
 
-    with view.waiting("searching the number of steps; minutes where it is in the millions"):
+    with view.waiting("searching the number of steps"):
         steps = steps_for(
             epsilon=epsilon,
             delta=delta,
