@@ -45,7 +45,7 @@ class Recording(TorchFunctionMode):
         self.small: dict[str, rules.Kept] = {}
         self.joined: rules.Joined | None = None
         self.measured: list[Measured] = []
-        self.held = 0
+        self.held, self.keep = 0, rules.most_kept(any_parameter.device)
         self.leaves = [self.token]
 
     # --- What the backward pass hands in ---
@@ -76,7 +76,9 @@ class Recording(TorchFunctionMode):
 
     def _settle(self, name: str, use: rules.Use) -> None:
         self.waiting[name] = []
-        use = rules.settle(use)
+        recorded, use = use, rules.settle(use, self.keep)
+        if use is not recorded:
+            self.held += recorded.formed
         if isinstance(use, rules.Kept) and use.gradients.numel() <= rules.SMALL * self.n:
             self.small[name] = use
             return

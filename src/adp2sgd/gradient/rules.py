@@ -21,6 +21,8 @@ SMALL = 1 << 14
 """Per-record gradients of at most so many numbers are joined with others."""
 KEEP_BYTES = 1 << 28
 """Per-record gradients of one layer are held until the clip factors are known only if they are smaller than this."""
+KEEP_SHARE = 64
+"""A GPU holds those that are smaller than this part of its memory: what is held need not be taken a second time."""
 
 
 class UnsupportedError(Exception):
@@ -219,6 +221,13 @@ class Derived:
 
     def weighted(self, factors: Tensor) -> Tensor:
         return Kept(self.per_record()).weighted(factors)
+
+
+def most_kept(device: torch.device) -> int:
+    """Bytes of one layer's per-record gradients that are held."""
+    if device.type != "cuda":
+        return KEEP_BYTES
+    return max(KEEP_BYTES, torch.cuda.get_device_properties(device).total_memory // KEEP_SHARE)
 
 
 def settle(use: Use, keep_bytes: int = KEEP_BYTES) -> Use:
