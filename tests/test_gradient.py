@@ -163,6 +163,72 @@ def test_group_norm_of_a_single_channel(n):
 
 
 @few
+@given(
+    n=st.integers(1, 4), groups=st.integers(1, 3), height=st.integers(2, 5), copies=st.integers(1, 2),
+    of_input=st.booleans(),
+)  # fmt: skip
+def test_group_norm_with_channels_last(n, groups, height, copies, of_input):
+    """Against the other layer in float64, on the same bfloat16 numbers: only the results are rounded."""
+    weight, bias = torch.randn(2, 4 * groups)
+    shape = (n * copies, 4 * groups, height, 3)
+    x, g = (torch.randn(shape).add(1).bfloat16().contiguous(memory_format=torch.channels_last) for _ in range(2))
+    kept: list[list[torch.Tensor]] = [[], []]
+    results = []
+    for uses, kind, dtype in zip(
+        kept, (layers.ChannelsLastGroupNorm, layers.GroupNormLayer), (torch.bfloat16, torch.float64), strict=True
+    ):
+        own = [t.to(torch.float32 if dtype == torch.bfloat16 else dtype) for t in (weight, bias)]
+        layer = kind(n, groups, *own, 1e-5, [lambda use, uses=uses: uses.append(use.per_record())] * 2)
+        y, *saved = layer.forward(x.to(dtype))
+        results.append((y, layer.backward(g.to(dtype), (x.to(dtype), *saved), of_input)))
+    (y, dx), (expected, expected_dx) = results
+    assert convolution.channels_last(y)
+    assert torch.allclose(y.double(), expected, rtol=2**-8, atol=1e-5)
+    for found, right in zip(*kept, strict=True):
+        assert found.dtype == torch.float32
+        assert torch.allclose(found.double(), right, rtol=1e-4, atol=1e-4)
+    if of_input:
+        assert convolution.channels_last(dx)
+        assert torch.allclose(dx.double(), expected_dx, rtol=2**-8, atol=1e-4)
+    else:
+        assert dx is None
+
+
+@few
+@given(
+    n=st.integers(1, 5), copies=st.integers(1, 2), kernel=st.integers(1, 3), stride=st.integers(1, 2),
+    size=st.integers(3, 7), channels=st.integers(2, 9), some=st.integers(1, 5),
+)  # fmt: skip
+def test_patches_with_channels_last(n, copies, kernel, stride, size, channels, some):
+    geometry = Geometry((kernel, kernel), (stride, stride), (kernel // 2, 1), (1, 1), 1)
+    weight = torch.randn(6, channels, kernel, kernel)
+    x = torch.randn(n * copies, channels, size, size + 1).bfloat16().contiguous(memory_format=torch.channels_last)
+    g = torch.randn_like(torch.conv2d(x.float(), weight, None, geometry.stride, geometry.padding)).bfloat16()
+    layer = Convolution(x, g, weight, geometry, n)
+    assert layer._last
+    wide = Convolution(x.double(), g.double(), weight.double(), geometry, n)
+    assert close(layer._patches().double(), wide._side_by_side(), 1e-6)
+    factors = torch.rand(n)
+    pairs = zip(layer._portions(some), factors.split(some), strict=True)
+    total = sum(rules.weighted_product(gradient, patches, part) for (patches, gradient), part in pairs)
+    assert close(layer._shaped(total).double(), wide.weighted(factors.double()), 1e-6)
+
+
+def test_a_scaled_gradient_in_half_precision_is_split_without_loss():
+    gradients = torch.randn(100_000).mul(torch.logspace(-8, 8, 100_000)).bfloat16()
+    factors = torch.rand(100_000)
+    kept = rules.first_bits(factors)
+    assert (kept <= factors).all()
+    assert (kept >= factors * (1 - 2**-15)).all()
+    assert torch.equal(rules.first_bits(torch.ones(3)), torch.ones(3))
+    scaled = gradients.float() * kept
+    assert torch.equal(scaled.double(), gradients.double() * kept.double())  # the product fits float32
+    parts = rules.in_three(scaled)
+    assert all(part.dtype == torch.bfloat16 for part in parts)
+    assert torch.equal(sum(part.double() for part in parts), scaled.double())
+
+
+@few
 @given(n=st.integers(0, 4), t=st.integers(1, 4), shape=st.lists(st.integers(2, 4), min_size=1, max_size=2))
 def test_layer_norm(n, t, shape):
     check(nn.Sequential(nn.LayerNorm(shape), nn.Tanh(), nn.LayerNorm(shape)), torch.randn(n, t, *shape))
@@ -837,6 +903,63 @@ def test_large_per_record_gradients_are_not_held():
     assert torch.equal(kept.measure().squares, use.measure().squares)
     assert kept.measure().doubt is None
     assert use.measure().doubt is not None
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("name", ["cnn", "resnet18", "wrn16_4", "mobilenet_v2", "resnext29"])
+def test_gpu_shares_in_bfloat16_stay_within_the_clip_norm(name, copies):
+    """Channels last, as `clipped_sum` lays them out. The sum is that of the records taken one by one, but for the
+    rounding by other kernels, which turns a ReLU here and there: a tenth or two of a fresh network's gradient."""
+    options = {"size": 32, "channels": 3} if name == "cnn" else {}
+    model = FlatModel(MODELS[name](norm="group", **options), "cuda")
+    engine = BookKeeping(model, cross_entropy, copies=copies, autocast=torch.bfloat16)
+    inputs, targets = torch.randn(20 * copies, 3, 32, 32, device="cuda"), torch.arange(20, device="cuda") % 10
+    targets = targets.repeat_interleave(copies)
+    whole = engine.clipped_sum(inputs, targets, 1.0)
+    total = whole.total.double().clone()
+    alone = torch.zeros_like(total)
+    for x, y in zip(inputs.split(copies), targets.split(copies), strict=True):
+        share = engine.clipped_sum(x, y, 1.0).total.double()
+        assert torch.linalg.vector_norm(share) <= 1 + 1e-6
+        alone += share
+    assert float(torch.linalg.vector_norm(total - alone)) <= 0.5 * float(torch.linalg.vector_norm(alone))
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize(
+    ("channels", "groups", "height"), [(16, 16, 32), (64, 32, 32), (512, 32, 4), (8, 1, 1), (48, 4, 7)]
+)
+def test_gpu_group_norm_with_channels_last(channels, groups, height):
+    """48 channels are no power of two: torch's operations take them."""
+    x, g = (torch.randn(5, channels, height, height + 1, device="cuda").add(1).bfloat16() for _ in range(2))
+    x, g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
+    weight, bias = torch.randn(2, channels, device="cuda")
+    found, right = [], []
+    fast = layers.ChannelsLastGroupNorm(5, groups, weight, bias, 1e-5, [lambda use: found.append(use.per_record())] * 2)
+    assert fast._by_kernels(x) == (channels != 48)
+    y, *saved = fast.forward(x)
+    dx = fast.backward(g, (x, *saved), True)
+    wide = [t.cpu().double() for t in (weight, bias)]
+    slow = layers.GroupNormLayer(5, groups, *wide, 1e-5, [lambda use: right.append(use.per_record())] * 2)
+    x, g = x.cpu().double(), g.cpu().double()
+    expected, *saved = slow.forward(x)
+    assert torch.allclose(y.cpu().double(), expected, rtol=2**-8, atol=1e-5)
+    assert torch.allclose(dx.cpu().double(), slow.backward(g, (x, *saved), True), rtol=2**-8, atol=1e-4)
+    for ours, theirs in zip(found, right, strict=True):
+        assert torch.allclose(ours.cpu().double(), theirs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_gpu_weighted_sum_in_bfloat16_is_of_the_given_values():
+    outputs, inputs = torch.randn(9, 33, 24, device="cuda").bfloat16(), torch.randn(9, 33, 40, device="cuda").bfloat16()
+    factors = torch.rand(9, device="cuda")
+    found = rules.weighted_product(outputs, inputs, factors).double()
+    right = torch.einsum("ntp,ntd,n->pd", outputs.double(), inputs.double(), rules.first_bits(factors).double())
+    assert close(found, right, 1e-6)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -52,8 +53,13 @@ def precision_on(device: torch.device) -> str:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether `torch.compile` has what it needs for this device: a GPU, Triton, and a C compiler for its launchers."""
-    return device.type == "cuda" and find_spec("triton") is not None and shutil.which("cc") is not None
+    """Whether kernels can be made for this device: a GPU, Triton, and a C compiler for its launchers."""
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None and shutil.which("cc") is not None
 
 
 def laid_out(inputs: Tensor) -> Tensor:

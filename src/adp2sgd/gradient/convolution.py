@@ -7,6 +7,7 @@ of shifted blocks of the pixels' Gram matrix, and no patch is copied for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product as grid_points
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adp2sgd.gradient.rounding import Measured, as_multiplied, gram, lengths, reach, roundoff, squares
-from adp2sgd.gradient.rules import GRAM, compare, product
+from adp2sgd.gradient.rules import GRAM, compare, product, weighted_product
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,13 @@ class Geometry:
         return grid, (fold - 1) * prod(grid) + last + 1
 
     @lru_cache(maxsize=1024)  # noqa: B019
-    def costs(self, outputs: tuple[int, ...], fold: int, c: int, p: int) -> tuple[float, float]:
-        """Multiplications for norm and sum of one record from Gram matrices, and from a gradient at the price of the
-        plain one. c channels become p in each group; a moved number counts as `TRAFFIC` multiplications."""
+    def costs(self, outputs: tuple[int, ...], fold: int, c: int, p: int) -> tuple[float, float, float, float]:
+        """Multiplications for one record: for Gram matrices and for the plain sum of its gradient; for the gradient
+        itself and for moving it. c channels become p in each group; a moved number counts as `TRAFFIC`."""
         (grid, length), taps = self.laid_out(outputs, fold), prod(self.kernel)
         area, phases = fold * prod(grid), len({phase for phase, _ in self.offsets(grid)})
         grams = GRAM * (phases * area**2 * c + length**2 * (p + TRAFFIC * taps) * self.groups)
-        return grams + fold * prod(outputs) * taps * c * p, (length + TRAFFIC) * taps * c * p
+        return grams, fold * prod(outputs) * taps * c * p, length * taps * c * p, TRAFFIC * taps * c * p
 
 
 class Convolution:
@@ -89,8 +90,10 @@ class Convolution:
     def _cost(self) -> dict[str, float]:
         """Multiplications for norm and sum of one record."""
         channels = (self.inputs.shape[1], self.outputs.shape[1] // self.geometry.groups)
-        ghost, formed = self.geometry.costs(tuple(self.outputs.shape[2:]), self.fold, *channels)
-        return {"ghost": ghost, "per-record": formed * REPEAT[self.inputs.device.type]}
+        grams, total, formed, moved = self.geometry.costs(tuple(self.outputs.shape[2:]), self.fold, *channels)
+        if self._last and self.inputs.is_cuda:
+            return {"ghost": grams + 3 * HALF * total, "per-record": HALF * formed + moved}
+        return {"ghost": grams + total, "per-record": (formed + moved) * REPEAT[self.inputs.device.type]}
 
     def measure(self) -> Measured:
         self.inputs, self.outputs = as_multiplied(self.inputs, KIND), as_multiplied(self.outputs, KIND)
@@ -108,7 +111,8 @@ class Convolution:
     def _grams(self) -> tuple[Tensor, Tensor]:
         """[n·groups, length, length] of the patches and of the gradients at the outputs, in float64."""
         if self.inputs.is_cuda and self.fold * prod(self.outputs.shape[2:]) <= FEW_PIXELS:  # fewer kernels
-            return gram(self._joined(self._seen()).transpose(1, 2)), gram(self._joined(self.outputs).transpose(1, 2))
+            patches, gradient = next(self._portions(self.n))
+            return gram(patches), gram(gradient)
         length = self.length
         gram_out = gram(self._flat_outputs())
         gram_in = torch.zeros_like(gram_out)
@@ -135,6 +139,10 @@ class Convolution:
         return self._patches() if few else self._side_by_side()
 
     def weighted(self, factors: Tensor) -> Tensor:
+        if self._last and self.inputs.is_cuda:
+            parts = zip(self._portions(self.portion), factors.split(self.portion), strict=True)
+            sums = [weighted_product(gradient, patches, some) for (patches, gradient), some in parts]
+            return self._shaped(sum(sums[1:], sums[0]))
         scale = factors.repeat_interleave(self.fold).view(-1, *[1] * (self.outputs.dim() - 1))
         x, w = self.inputs.to(factors.dtype), self.weight.to(factors.dtype)
         return self.geometry.backward(as_multiplied(self.outputs * scale, KIND), x, w, of_weight=True)
@@ -154,26 +162,46 @@ class Convolution:
 
     def _patches(self) -> Tensor:
         """Batched matrix products with the patches, copied: for few channels or pixels, and in half precision."""
-        both = (self._seen(), self.outputs)
-        portions = zip(*(images.split(self.portion * self.fold) for images in both), strict=True)
-        parts = [self._times(self._joined(seen), self._joined(gradient)) for seen, gradient in portions]
-        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(1, 2)
-        return out.reshape(self.n, *self.weight.shape)
+        parts = [self._times(gradient, patches) for patches, gradient in self._portions(self.portion)]
+        return self._shaped(parts[0] if len(parts) == 1 else torch.cat(parts), self.n)
+
+    def _portions(self, some: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of `some` records at a time: patches [n·groups, fold·outputs, c·kernel] (kernel·c where channels lie last)
+        and gradients at the outputs [n·groups, fold·outputs, p]."""
+        for both in zip(*(images.split(some * self.fold) for images in (self._seen(), self.outputs)), strict=True):
+            patches, gradient = (self._joined(images) for images in both)
+            yield patches, gradient
 
     def _joined(self, images: Tensor) -> Tensor:
-        """[n·groups, channels of a group (and kernel), fold·outputs] of images [n·fold, channels, …, *outputs]."""
+        """[n·groups, fold·outputs, channels of a group (and kernel)] of images [n·fold, channels, …, *outputs]."""
         axes, pixels = len(self.geometry.kernel), prod(self.outputs.shape[2:])
+        if self._last:
+            outputs_first = images.movedim(tuple(range(-axes, 0)), tuple(range(1, 1 + axes)))
+            return _in_order(outputs_first.movedim(1 + axes, -1)).view(
+                -1, self.fold * pixels, prod(images.shape[1:-axes])
+            )
         split = images.unflatten(0, (-1, self.fold)).movedim(1, -axes - 1)
         out: Tensor = split.reshape(len(split) * self.geometry.groups, -1, self.fold * pixels)
-        return out
+        return out.transpose(1, 2)
+
+    @property
+    def _last(self) -> bool:
+        return self.geometry.groups == 1 and self.inputs.dtype == torch.bfloat16 and channels_last(self.inputs)
+
+    def _shaped(self, gradients: Tensor, *records: int) -> Tensor:
+        """[*records, *weight.shape] of gradients [·, p, c·kernel], or kernel·c where channels lie last."""
+        if not self._last:
+            return gradients.reshape(*records, *self.weight.shape)
+        p, c, *kernel = self.weight.shape
+        return gradients.view(*records, p, *kernel, c).movedim(-1, -1 - len(kernel))
 
     @staticmethod
-    def _times(patches: Tensor, gradient: Tensor) -> Tensor:
-        """patches · gradientᵀ."""
-        if patches.shape[1] > 64:  # the longer side first is faster
-            return product(gradient, patches.transpose(1, 2)).transpose(1, 2)
-        turned = gradient.transpose(1, 2)
-        return product(patches, turned if gradient.is_cuda else turned.contiguous())
+    def _times(gradient: Tensor, patches: Tensor) -> Tensor:
+        """gradientᵀ · patches."""
+        if patches.shape[2] > 64:  # the longer side last is faster
+            return product(gradient.transpose(1, 2), patches)
+        turned = gradient if gradient.is_cuda else gradient.contiguous()
+        return product(patches.transpose(1, 2), turned).transpose(1, 2)
 
     @property
     def portion(self) -> int:
@@ -243,6 +271,18 @@ class Convolution:
         return out.view(self.n * groups, -1, channels)
 
 
+def _in_order(numbers: Tensor) -> Tensor:
+    """The bfloat16 numbers one after the other; copied eight at a time where so many lie together."""
+    if numbers.is_contiguous() or numbers.stride(-1) != 1 or numbers.shape[-1] % EIGHT:
+        return numbers.contiguous()
+    return numbers.view(torch.complex128).contiguous().view(numbers.dtype)
+
+
+def channels_last(images: Tensor) -> bool:
+    """Whether each pixel's channels lie together in memory."""
+    return images.dim() == 4 and images.stride(1) == 1 and images.is_contiguous(memory_format=torch.channels_last)
+
+
 KIND = "convolution"
 TRAFFIC = 30
 FEW_CHANNELS, FEW_PIXELS, FEW_OUTPUTS = 8, 64, 32
@@ -250,3 +290,6 @@ PORTION_BYTES = {"cpu": 1 << 20, "cuda": 1 << 30}
 """Patches are copied in portions of about this size, which a core's cache holds, and a GPU's memory beside the rest."""
 REPEAT = {"cpu": 1.2, "cuda": 2.0}
 """How much longer the per-record gradients take than the plain weight gradient of the same layer, measured."""
+HALF = 1 / 8
+"""What a multiplication of bfloat16 numbers costs on a GPU beside one of float32 numbers."""
+EIGHT = torch.complex128.itemsize // torch.bfloat16.itemsize

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from adp2sgd.errors import PrivacyError
 from adp2sgd.gradient import layers
 from adp2sgd.gradient.attention import attend
-from adp2sgd.gradient.convolution import Geometry
+from adp2sgd.gradient.convolution import Geometry, channels_last
 from adp2sgd.gradient.recurrent import Direction, linear_uses
 from adp2sgd.gradient.rules import UnsupportedError
 
@@ -65,11 +65,12 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     emits = [record.emitter(weight), record.emitter(bias)]
-    x = _full(input)
     if not any(emits):
-        return F.group_norm(x, num_groups, weight, bias, eps)
-    layer = layers.GroupNormLayer(record.n, num_groups, _plain_or_none(weight), _plain_or_none(bias), eps, emits)
-    return record.run(layer, x)
+        return F.group_norm(_full(input), num_groups, weight, bias, eps)
+    fast = input.dtype == torch.bfloat16 and channels_last(input)
+    kind = layers.ChannelsLastGroupNorm if fast else layers.GroupNormLayer
+    layer = kind(record.n, num_groups, _plain_or_none(weight), _plain_or_none(bias), eps, emits)
+    return record.run(layer, input if fast else _full(input))
 
 
 def layer_norm(

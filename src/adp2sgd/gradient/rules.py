@@ -125,8 +125,7 @@ class Linear:
         return product(self.outputs.transpose(1, 2), self.inputs)
 
     def weighted(self, factors: Tensor) -> Tensor:
-        scaled = as_multiplied(_wide(self.outputs) * factors.view(-1, 1, 1), MATMUL)
-        return scaled.flatten(0, 1).t() @ _wide(self.inputs).flatten(0, 1)
+        return weighted_product(self.outputs, self.inputs, factors)
 
     def joined(self, other: Linear) -> Linear:
         """Both uses of one weight as one: records' gradients add up along t."""
@@ -276,6 +275,33 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == b.dtype == torch.bfloat16 and a.is_cuda:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(_wide(a), _wide(b))
+
+
+def weighted_product(outputs: Tensor, inputs: Tensor, factors: Tensor) -> Tensor:
+    """[p, d]: Σ over records of factor · outputsᵀ inputs, of outputs [n, t, p] and inputs [n, t, d].
+
+    In half precision on a GPU a factor keeps its first 16 bits, so it only shrinks; outputs times that are three
+    numbers in bfloat16, to the bit, and so the sum is of the given values here too.
+    """
+    if outputs.dtype == inputs.dtype == torch.bfloat16 and inputs.is_cuda:
+        parts = torch.cat(in_three(outputs.float() * first_bits(factors).view(-1, 1, 1)), 2)
+        return product(parts.flatten(0, 1).t()[None], inputs.flatten(0, 1)[None]).view(3, outputs.shape[2], -1).sum(0)
+    scaled = as_multiplied(_wide(outputs) * factors.view(-1, 1, 1), MATMUL)
+    return scaled.flatten(0, 1).t() @ _wide(inputs).flatten(0, 1)
+
+
+def first_bits(factors: Tensor) -> Tensor:
+    """Float32 numbers with the last eight bits of their mantissas dropped."""
+    return factors.view(torch.int32).bitwise_and(-256).view(torch.float32)
+
+
+def in_three(numbers: Tensor) -> list[Tensor]:
+    """Float32 numbers as sums of three bfloat16 numbers, to the bit (but for what is smaller than 1e-38)."""
+    parts = []
+    for _ in range(3):
+        parts.append(numbers.bfloat16())
+        numbers = numbers - parts[-1]
+    return parts
 
 
 def _wide(tensor: Tensor) -> Tensor:
