@@ -91,6 +91,7 @@ def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.add_subplot()
     by_loss, colours = paper.family(records[0]["cell"]["model"]) == "speech", dict[str, str]()
+    seen: list[float] = []  # of runs that ended well: one that diverges leaves the picture
     for record in records:
         cell, curve = record["cell"], record["curve"]
         if cell["seed"] != records[0]["cell"]["seed"]:
@@ -102,7 +103,11 @@ def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
         label = f"{paper.NAMES[cell['algorithm']]}, {what}{' (diverged)' if record.get('diverged') else ''}"
         style = "-" if cell["algorithm"] == "adpsgd" else "--"
         marker = "." if len(values) < FEW else ""
+        seen += [] if record.get("diverged") else values
         axes.plot(curve[study.x], values, style, label=label, color=colour, marker=marker, linewidth=1.3)
+    if by_loss and seen:
+        room = 0.05 * (max(seen) - min(seen)) or 1.0
+        axes.set_ylim(min(seen) - room, max(seen) + room)
     axes.set_xlabel({"epoch": "epochs", "seconds": f"seconds ({_clock(records)})"}[study.x or "epoch"])
     if study.x == "seconds":
         axes.set_xscale("log")
