@@ -214,6 +214,13 @@ def test_patches_with_channels_last(n, copies, kernel, stride, size, channels, s
     assert close(layer._shaped(total).double(), wide.weighted(factors.double()), 1e-6)
 
 
+@pytest.mark.parametrize(("channels", "offset"), [(8, 0), (16, 8), (8, 4), (12, 0)])
+def test_patches_are_copied_whatever_their_place_in_memory(channels, offset):
+    numbers = torch.randn(offset + 5 * 6 * channels).bfloat16()[offset:].view(5, 6, channels).transpose(0, 1)
+    assert torch.equal(convolution._in_order(numbers), numbers.contiguous())
+    assert convolution._in_order(numbers).is_contiguous()
+
+
 def test_a_scaled_gradient_in_half_precision_is_split_without_loss():
     gradients = torch.randn(100_000).mul(torch.logspace(-8, 8, 100_000)).bfloat16()
     factors = torch.rand(100_000)
@@ -891,6 +898,14 @@ def test_unknown_engine_lists_the_known_ones():
         build(FlatModel(small()), cross_entropy, engine="fast")
     with pytest.raises(ConfigError, match="copies"):
         build(FlatModel(small()), cross_entropy, copies=0)
+
+
+def test_what_is_held_counts_as_memory_of_a_record():
+    module = nn.Conv2d(3, 40, 3)
+    engine = BookKeeping(FlatModel(module), lambda outputs, targets: outputs.flatten(1).sum(1) - targets)
+    recording = engine.record(torch.randn(4, 3, 9, 9), torch.zeros(4))
+    layer = 4 * (3 * 9 * 9 + 40 * 7 * 7) * 4  # inputs and gradients of four records, in bytes
+    assert recording.held == layer + 4 * module.weight.numel() * 4 + 4 * module.bias.numel() * 4
 
 
 def test_large_per_record_gradients_are_not_held():

@@ -323,6 +323,18 @@ def resnet_row(sync: list[float], asynchronous: list[float]) -> list[dict[str, A
     return rows
 
 
+def test_a_run_that_diverges_leaves_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    shown: list[tuple[float, float]] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: shown.append(self.axes[0].get_ylim()))
+    home = ROOT / "experiments" / "results"
+    records = [r for r in finished(home, "case3") if r["cell"]["model"] == "lstm" and r["cell"]["epochs"] == 10]
+    assert max(max(r["curve"]["loss"]) for r in records if r.get("diverged")) > 1e6
+    render.figures(STUDIES["case3"], records, tmp_path)
+    assert shown[0][1] < 12
+
+
 def test_the_row_of_resnet_is_judged_by_the_papers_figures() -> None:
     sync_level = partial(judges.level, [("sync", sigma) for sigma in judges.NOISY])
     noise_free = partial(judges.level, [("sync", 0.0), ("adpsgd", 0.0)])

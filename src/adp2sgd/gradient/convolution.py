@@ -273,7 +273,8 @@ class Convolution:
 
 def _in_order(numbers: Tensor) -> Tensor:
     """The bfloat16 numbers one after the other; copied eight at a time where so many lie together."""
-    if numbers.is_contiguous() or numbers.stride(-1) != 1 or numbers.shape[-1] % EIGHT:
+    starts = (numbers.shape[-1], numbers.storage_offset(), *numbers.stride()[:-1])
+    if numbers.is_contiguous() or numbers.stride(-1) != 1 or any(start % EIGHT for start in starts):
         return numbers.contiguous()
     return numbers.view(torch.complex128).contiguous().view(numbers.dtype)
 

@@ -284,7 +284,7 @@ def weighted_product(outputs: Tensor, inputs: Tensor, factors: Tensor) -> Tensor
     numbers in bfloat16, to the bit, and so the sum is of the given values here too.
     """
     if outputs.dtype == inputs.dtype == torch.bfloat16 and inputs.is_cuda:
-        parts = torch.cat(in_three(outputs.float() * first_bits(factors).view(-1, 1, 1)), 2)
+        parts = torch.cat(in_three(outputs.float() * first_bits(factors.float()).view(-1, 1, 1)), 2)
         return product(parts.flatten(0, 1).t()[None], inputs.flatten(0, 1)[None]).view(3, outputs.shape[2], -1).sum(0)
     scaled = as_multiplied(_wide(outputs) * factors.view(-1, 1, 1), MATMUL)
     return scaled.flatten(0, 1).t() @ _wide(inputs).flatten(0, 1)
