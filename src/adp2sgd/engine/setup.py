@@ -21,7 +21,7 @@ from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
 from adp2sgd.device import AUTOCAST, compiled, tune
 from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.engine.fit import check_privacy
-from adp2sgd.errors import ConfigError, DivergedError, LedgerError
+from adp2sgd.errors import ConfigError, LedgerError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.engine import Engine
@@ -110,15 +110,6 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     target = max(1, rounds) * config.learners
     notes = tuple(check_privacy(config, task, model, rows) if config.privacy.mode == "private" else _cut(config, rows))
     return Setup(config, seed, device, task, rows, graph, model, steps_per_epoch, target, notes)
-
-
-def diverged(learner: int, step: int, folder: Folder) -> DivergedError:
-    """A gradient that is not finite: at a first step it may be the records' doing."""
-    cure = "lower optimizer.lr" if step > 1 else "look for records whose values are not finite, or lower optimizer.lr"
-    return DivergedError(
-        f"learner {learner} diverged at its step {step}: the gradient is no longer finite; {cure}; "
-        f"what was recorded is in {folder.path}"
-    )
 
 
 def _cut(config: Config, rows: Sequence[Tensor]) -> list[str]:

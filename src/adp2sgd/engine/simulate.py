@@ -8,12 +8,11 @@ Algorithm 1 to the letter. SYNC is a loop of rounds, each as long as its slowest
 from __future__ import annotations
 
 import heapq
-import math
 import random
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,15 +24,15 @@ from adp2sgd.engine.evaluate import Metrics, average, consensus, evaluate
 from adp2sgd.engine.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.fit import check_fit
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
-from adp2sgd.engine.setup import Setup, beginning, diverged, finish, make_learner, prepare
+from adp2sgd.engine.setup import Setup, beginning, finish, make_learner, prepare
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
 from adp2sgd.engine.threads import suited_threads
+from adp2sgd.engine.watch import Watch
 from adp2sgd.errors import ConfigError, InterruptedRunError
 from adp2sgd.exchange.protocol import Commit, Exchange, Message
 from adp2sgd.learner import Learner
 from adp2sgd.record import Folder, LearnerResult, Point, Run
 
-WATCH_EVERY = 32  # steps between looks at the gradient norms, so that a GPU is not made to wait at each
 FEW_FILES, OTHER_FILES = 64, 256  # that a run may have open beside its learners' ledgers: at least, at ease
 
 
@@ -46,14 +45,6 @@ class Status:
     epoch: float
     seconds: float
     point: Point | None  # the last evaluation
-
-
-@dataclass
-class Watch:
-    """Steps whose gradient norms have not been looked at yet."""
-
-    steps: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
 
 
 def simulate(
@@ -106,7 +97,7 @@ class Simulation:
         self.curve: list[Point] = []
         self.members: list[Member] = []
         self._on_status = on_status
-        self._watch = Watch()
+        self._watch = Watch(folder)
         self._spare: list[Tensor] = []  # snapshots of exchanges that are over: fresh memory costs more than the copy
 
     def _exchange_of(self, learner: Learner) -> Exchange:
@@ -165,24 +156,18 @@ class Simulation:
         """Book-keeping after a learner's update."""
         learner, stale = member.learner, member.note_staleness(self.global_steps)
         self.global_steps += 1
-        event = {"step": learner.steps, "global_step": self.global_steps, "seconds": self.time, "staleness": stale}
-        if learner.clip_norm is not None:
-            event["clip_norm"] = learner.clip_norm
-        self._watch.steps.append((learner.number, event))
-        self._watch.norms.append(learner.gradient_norm)
-        if len(self._watch.steps) >= WATCH_EVERY:
+        event = {"global_step": self.global_steps, "seconds": self.time, "staleness": stale}
+        self._watch.note(learner, event)
+        if self._watch.due:
             self._look()
 
     def _look(self) -> None:
         """Write the pending step events; a norm that is not finite ends the run."""
-        watched, self._watch = self._watch, Watch()
-        if not watched.steps:
-            return
-        for (learner, event), norm in zip(watched.steps, torch.stack(watched.norms).tolist(), strict=True):
-            finite = math.isfinite(norm)
-            self.folder.log(learner, {**event, "gradient_norm": norm if finite else None})
-            if not finite:
-                raise diverged(learner, int(event["step"]), self.folder)
+        events, error = self._watch.look()
+        for learner, event in events:
+            self.folder.log(learner, event)
+        if error is not None:
+            raise error
 
     def _keep_schedule(self, before: int) -> None:
         config = self.setup.config

@@ -20,16 +20,16 @@ from torch import Tensor
 from adp2sgd.engine import learner_checkpoint
 from adp2sgd.engine.exchanger import SUPERVISOR, Exchanger, Place
 from adp2sgd.engine.keeper import Keeper
-from adp2sgd.engine.setup import Setup, diverged, make_learner
+from adp2sgd.engine.setup import Setup, make_learner
 from adp2sgd.engine.speeds import step_seconds
 from adp2sgd.engine.threads import SMALL_STEP
+from adp2sgd.engine.watch import Watch
 from adp2sgd.errors import Adp2sgdError, DivergedError, LedgerError
 from adp2sgd.exchange.shared import Post
 from adp2sgd.learner import Learner
 from adp2sgd.progress import Count, Key, to_rows
 from adp2sgd.record import Folder
 
-WATCH_EVERY = 32  # steps between looks at the gradient norms, so that a GPU is not made to wait at each
 LATE = 0.1  # of a padded step: by so much the next one may be late without its own time starting anew
 REFUSED = "was told step counts that cannot be right, and did not believe them"
 DELIVERY_S = 5.0  # how long the last words to the supervisor are repeated
@@ -77,7 +77,7 @@ class Worker:
         self.staleness_total = self.staleness_max = 0
         self.step_s = 0.0  # of the last step
         self._padded_to = -math.inf
-        self._pending: list[tuple[dict[str, Any], Tensor]] = []
+        self._watch = Watch(self.folder)
         self._recent: list[tuple[float, int]] = []
         self._last_total = 0
 
@@ -211,31 +211,22 @@ class Worker:
         self.staleness_max = max(self.staleness_max, stale)
         total = learner.progress.total
         event = {
-            "step": learner.steps,
             "global_step": total,
             "seconds": now - self.exchanger.zero,
             "staleness": stale,
             "start": self.place.start,
         }
-        if learner.clip_norm is not None:
-            event["clip_norm"] = learner.clip_norm
-        self._pending.append((event, learner.gradient_norm))
-        if len(self._pending) >= WATCH_EVERY or self.step_s > 0.01:
+        self._watch.note(learner, event)
+        if self._watch.due or self.step_s > 0.01:
             self._look_at_norms()
         self._keep_schedule(total)
 
     def _look_at_norms(self) -> None:
-        pending, self._pending = self._pending, []
-        if not pending:
-            return
-        events = []
-        for (event, _), norm in zip(pending, torch.stack([norm for _, norm in pending]).tolist(), strict=True):
-            finite = math.isfinite(norm)
-            events.append({**event, "gradient_norm": norm if finite else None})
-            if not finite:
-                self.keeper.log(events)
-                raise diverged(self.place.learner, event["step"], self.folder)
-        self.keeper.log(events)
+        events, error = self._watch.look()
+        if events:
+            self.keeper.log([event for _, event in events])
+        if error is not None:
+            raise error
 
     def _keep_schedule(self, total: int) -> None:
         before, self._last_total = self._last_total, total
