@@ -164,38 +164,6 @@ def test_group_norm_of_a_single_channel(n):
 
 @few
 @given(
-    n=st.integers(1, 4), groups=st.integers(1, 3), height=st.integers(2, 5), copies=st.integers(1, 2),
-    of_input=st.booleans(),
-)  # fmt: skip
-def test_group_norm_with_channels_last(n, groups, height, copies, of_input):
-    """Against the other layer in float64, on the same bfloat16 numbers: only the results are rounded."""
-    weight, bias = torch.randn(2, 4 * groups)
-    shape = (n * copies, 4 * groups, height, 3)
-    x, g = (torch.randn(shape).add(1).bfloat16().contiguous(memory_format=torch.channels_last) for _ in range(2))
-    kept: list[list[torch.Tensor]] = [[], []]
-    results = []
-    for uses, kind, dtype in zip(
-        kept, (layers.ChannelsLastGroupNorm, layers.GroupNormLayer), (torch.bfloat16, torch.float64), strict=True
-    ):
-        own = [t.to(torch.float32 if dtype == torch.bfloat16 else dtype) for t in (weight, bias)]
-        layer = kind(n, groups, *own, 1e-5, [lambda use, uses=uses: uses.append(use.per_record())] * 2)
-        y, *saved = layer.forward(x.to(dtype))
-        results.append((y, layer.backward(g.to(dtype), (x.to(dtype), *saved), of_input)))
-    (y, dx), (expected, expected_dx) = results
-    assert convolution.channels_last(y)
-    assert torch.allclose(y.double(), expected, rtol=2**-8, atol=1e-5)
-    for found, right in zip(*kept, strict=True):
-        assert found.dtype == torch.float32
-        assert torch.allclose(found.double(), right, rtol=1e-4, atol=1e-4)
-    if of_input:
-        assert convolution.channels_last(dx)
-        assert torch.allclose(dx.double(), expected_dx, rtol=2**-8, atol=1e-4)
-    else:
-        assert dx is None
-
-
-@few
-@given(
     n=st.integers(1, 5), copies=st.integers(1, 2), kernel=st.integers(1, 3), stride=st.integers(1, 2),
     size=st.integers(3, 7), channels=st.integers(2, 9), some=st.integers(1, 5),
 )  # fmt: skip
@@ -205,7 +173,7 @@ def test_patches_with_channels_last(n, copies, kernel, stride, size, channels, s
     x = torch.randn(n * copies, channels, size, size + 1).bfloat16().contiguous(memory_format=torch.channels_last)
     g = torch.randn_like(torch.conv2d(x.float(), weight, None, geometry.stride, geometry.padding)).bfloat16()
     layer = Convolution(x, g, weight, geometry, n)
-    assert layer._last
+    assert layer.last
     wide = Convolution(x.double(), g.double(), weight.double(), geometry, n)
     assert close(layer._patches().double(), wide._side_by_side(), 1e-6)
     factors = torch.rand(n)
@@ -219,6 +187,21 @@ def test_patches_are_copied_whatever_their_place_in_memory(channels, offset):
     numbers = torch.randn(offset + 5 * 6 * channels).bfloat16()[offset:].view(5, 6, channels).transpose(0, 1)
     assert torch.equal(convolution._in_order(numbers), numbers.contiguous())
     assert convolution._in_order(numbers).is_contiguous()
+
+
+def test_what_is_lost_below_the_smallest_numbers_is_allowed_for(monkeypatch):
+    """Weights for which a whole gradient lies there, times inputs that are as large: the GPU's way, on a CPU."""
+    monkeypatch.setattr(rules, "in_halves", lambda a, b: a.dtype == b.dtype == torch.bfloat16)
+    monkeypatch.setattr(rules, "product", lambda a, b: torch.bmm(a.float(), b.float()))
+    network = nn.Sequential(nn.Linear(1, 70, bias=False), nn.Linear(70, 70, bias=False), nn.Linear(70, 2, bias=False))
+    engine = BookKeeping(FlatModel(network), cross_entropy, autocast=torch.bfloat16)
+    for small in (2e-40, 1e-39, 3e-38):
+        with torch.no_grad():
+            for layer, value in zip(network, (3e38, 0.0, small), strict=True):
+                layer.weight.fill_(value)
+            network[2].weight[1] = 0
+        share = engine.clipped_sum(torch.ones(1, 1), torch.ones(1, dtype=torch.long), 1.0)
+        assert torch.linalg.vector_norm(share.total) <= 1 + 1e-6
 
 
 def test_a_scaled_gradient_in_half_precision_is_split_without_loss():
@@ -893,6 +876,22 @@ def test_explain():
     assert "einsum" in fallback[0].why
 
 
+class Picky(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.dtype == torch.bfloat16:
+            raise RuntimeError("no half numbers here")
+        return y
+
+
+def test_a_model_that_fails_in_the_type_of_the_steps_is_found_before_them():
+    engine = build(FlatModel(Picky(3, 2)), cross_entropy, autocast=torch.bfloat16)
+    with pytest.warns(UserWarning, match="no half numbers here"):
+        engine.settle(torch.randn(0, 3), torch.zeros(0, dtype=torch.long))
+    assert engine.chosen is not engine.bookkeeping
+    assert engine.clipped_sum(torch.randn(3, 3), torch.zeros(3, dtype=torch.long), 1.0).total.any()
+
+
 def test_unknown_engine_lists_the_known_ones():
     with pytest.raises(ConfigError, match="book-keeping"):
         build(FlatModel(small()), cross_entropy, engine="fast")
@@ -924,47 +923,62 @@ def test_large_per_record_gradients_are_not_held():
 @NEEDS_GPU
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("name", ["cnn", "resnet18", "wrn16_4", "mobilenet_v2", "resnext29"])
-def test_gpu_shares_in_bfloat16_stay_within_the_clip_norm(name, copies):
-    """Channels last, as `clipped_sum` lays them out. The sum is that of the records taken one by one, but for the
-    rounding by other kernels, which turns a ReLU here and there: a tenth or two of a fresh network's gradient."""
+def test_gpu_shares_in_bfloat16_do_not_depend_on_other_records(name, copies):
+    """Passes have one size, so the same kernels take a record alone, among others and at another place."""
     options = {"size": 32, "channels": 3} if name == "cnn" else {}
     model = FlatModel(MODELS[name](norm="group", **options), "cuda")
-    engine = BookKeeping(model, cross_entropy, copies=copies, autocast=torch.bfloat16)
+    engine = BookKeeping(model, cross_entropy, copies=copies, autocast=torch.bfloat16, expected=20)
     inputs, targets = torch.randn(20 * copies, 3, 32, 32, device="cuda"), torch.arange(20, device="cuda") % 10
     targets = targets.repeat_interleave(copies)
     whole = engine.clipped_sum(inputs, targets, 1.0)
-    total = whole.total.double().clone()
+    total, norms = whole.total.double().clone(), whole.norms.clone()
     alone = torch.zeros_like(total)
-    for x, y in zip(inputs.split(copies), targets.split(copies), strict=True):
-        share = engine.clipped_sum(x, y, 1.0).total.double()
-        assert torch.linalg.vector_norm(share) <= 1 + 1e-6
-        alone += share
-    assert float(torch.linalg.vector_norm(total - alone)) <= 0.5 * float(torch.linalg.vector_norm(alone))
+    for i, (x, y) in enumerate(zip(inputs.split(copies), targets.split(copies), strict=True)):
+        share = engine.clipped_sum(x, y, 1.0)
+        assert share.norms[0] == norms[i]
+        assert torch.linalg.vector_norm(share.total.double()) <= 1 + 1e-6
+        alone += share.total
+    assert float(torch.linalg.vector_norm(total - alone)) <= 1e-5
 
 
 @pytest.mark.gpu
 @NEEDS_GPU
 @pytest.mark.parametrize(
-    ("channels", "groups", "height"), [(16, 16, 32), (64, 32, 32), (512, 32, 4), (8, 1, 1), (48, 4, 7)]
+    ("channels", "groups", "height"), [(16, 16, 32), (64, 32, 32), (512, 32, 4), (8, 1, 1), (8, 8, 3)]
 )
-def test_gpu_group_norm_with_channels_last(channels, groups, height):
-    """48 channels are no power of two: torch's operations take them."""
-    x, g = (torch.randn(5, channels, height, height + 1, device="cuda").add(1).bfloat16() for _ in range(2))
-    x, g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
-    weight, bias = torch.randn(2, channels, device="cuda")
+@pytest.mark.parametrize("middle", [1.0, 1000.0])
+def test_gpu_group_norm_with_channels_last(channels, groups, height, middle):
+    """Against the other layer in float64; far from zero too, where the numbers differ by a thousandth of themselves."""
+    x, g = (torch.randn(5, channels, height, height + 1, device="cuda") for _ in range(2))
+    x, g = (t.bfloat16().contiguous(memory_format=torch.channels_last) for t in (x * middle**0.5 + middle, g))
+    weight, bias = torch.randn(channels, 2, device="cuda").t()  # not one after the other in memory
     found, right = [], []
-    fast = layers.ChannelsLastGroupNorm(5, groups, weight, bias, 1e-5, [lambda use: found.append(use.per_record())] * 2)
-    assert fast._by_kernels(x) == (channels != 48)
+    assert layers.FusedGroupNorm.takes(x, groups, weight, bias)
+    fast = layers.FusedGroupNorm(5, groups, weight, bias, 1e-5, [lambda use: found.append(use.per_record())] * 2)
     y, *saved = fast.forward(x)
     dx = fast.backward(g, (x, *saved), True)
     wide = [t.cpu().double() for t in (weight, bias)]
     slow = layers.GroupNormLayer(5, groups, *wide, 1e-5, [lambda use: right.append(use.per_record())] * 2)
     x, g = x.cpu().double(), g.cpu().double()
     expected, *saved = slow.forward(x)
-    assert torch.allclose(y.cpu().double(), expected, rtol=2**-8, atol=1e-5)
-    assert torch.allclose(dx.cpu().double(), slow.backward(g, (x, *saved), True), rtol=2**-8, atol=1e-4)
+    assert convolution.channels_last(y)
+    assert torch.allclose(y.cpu().double(), expected, rtol=2**-8, atol=1e-3)
+    assert torch.allclose(dx.cpu().double(), slow.backward(g, (x, *saved), True), rtol=2**-8, atol=1e-3)
     for ours, theirs in zip(found, right, strict=True):
-        assert torch.allclose(ours.cpu().double(), theirs, rtol=1e-4, atol=1e-3)
+        assert torch.allclose(ours.cpu().double(), theirs, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("channels", [48, 64])
+def test_gpu_group_norm_without_kernels(channels, monkeypatch):
+    """48 channels are no power of two; without Triton there are no kernels: torch's layer takes them."""
+    if channels == 64:
+        monkeypatch.setattr(layers, "can_compile", lambda device: False)
+    module = nn.Sequential(nn.Conv2d(3, channels, 3), nn.GroupNorm(4, channels), nn.ReLU(inplace=True), nn.Flatten())
+    engine = BookKeeping(FlatModel(module, "cuda"), squared, autocast=torch.bfloat16)
+    inputs = torch.randn(5, 3, 6, 6, device="cuda")
+    assert torch.isfinite(engine.clipped_sum(inputs, torch.zeros(5, device="cuda"), 1.0).total).all()
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from adp2sgd import device
 from adp2sgd.device import Recorded, repeatable
 from adp2sgd.flat import FlatModel
+from adp2sgd.gradient import bookkeeping
 from adp2sgd.gradient.bookkeeping import PAD, BookKeeping
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.models import MODELS
@@ -61,6 +62,57 @@ def test_rows_that_fill_up_a_batch_add_nothing(records: int, copies: int) -> Non
     expected = Loop(model, cross_entropy, copies=copies).clipped_sum(inputs, targets, 0.5)
     torch.testing.assert_close(total.double(), expected.total, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(norms[:records], expected.norms, rtol=1e-4, atol=1e-6)
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have engines take batches as a GPU would, on a CPU; gives the rows of each pass."""
+    passes: list[int] = []
+
+    def work(self: BookKeeping, inputs: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        passes.append(len(inputs))
+        return plain(self, inputs, *rest)
+
+    plain = BookKeeping._sum
+    monkeypatch.setattr(BookKeeping, "_sum", work)
+    monkeypatch.setattr(bookkeeping, "on_gpu", lambda device: True)
+    return passes
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_all_passes_have_one_size_whatever_the_batch(copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = as_on_a_gpu(monkeypatch)
+    engine = BookKeeping(network(), cross_entropy, copies=copies, expected=30)
+    for records in (1, 16, 30, 48, 60, 97):
+        inputs, targets = images(records * copies)
+        targets = targets[::copies].repeat_interleave(copies)
+        found = engine.clipped_sum(inputs, targets, 0.5)
+        expected = Loop(engine.model, cross_entropy, copies=copies).clipped_sum(inputs, targets, 0.5)
+        torch.testing.assert_close(found.total.double(), expected.total, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found.norms, expected.norms, rtol=1e-4, atol=1e-6)
+    assert set(passes) == {48 * copies}  # 30 and two deviations, filled up to a multiple of 16
+
+
+@pytest.mark.parametrize(
+    ("expected", "piece", "size"), [(60, 128, 80), (256, 128, 96), (30, 20, 16), (30, 15, 15), (1, None, 16)]
+)
+def test_a_pass_has_room_for_most_batches_or_an_even_share_of_them(
+    expected: int, piece: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_gpu(monkeypatch)
+    assert BookKeeping(network(), cross_entropy, piece=piece, expected=expected)._at_once == size
+
+
+def test_a_record_that_is_not_finite_does_not_change_how_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = as_on_a_gpu(monkeypatch)
+    engine = BookKeeping(network(), cross_entropy, expected=30)
+    inputs, targets = images(20)
+    without = engine.clipped_sum(inputs[1:], targets[1:], 0.5)
+    inputs[0] = float("nan")
+    found = engine.clipped_sum(inputs, targets, 0.5)
+    assert torch.equal(found.total, without.total)
+    assert torch.equal(found.norms[1:], without.norms)
+    assert torch.isinf(found.norms[0])
+    assert set(passes) == {48}
 
 
 @pytest.mark.gpu

@@ -74,7 +74,10 @@ class Setup:
         copies = self.config.privacy.copies
         piece = None if self.config.seed is None else max(1, SEEDED_PIECE // copies)
         autocast, name = AUTOCAST[self.config.precision], self.config.privacy.engine
-        made = choose.build(self.model, self.task.loss, engine=name, copies=copies, piece=piece, autocast=autocast)
+        made = choose.build(
+            self.model, self.task.loss, engine=name, copies=copies, piece=piece, autocast=autocast,
+            expected=self.config.batch_size,
+        )  # fmt: skip
         if isinstance(made, choose.Automatic):
             inputs, targets = (part[:0].to(self.device) for part in (self.task.train.inputs, self.task.train.targets))
             made.settle(self.task.prepare(inputs), targets)

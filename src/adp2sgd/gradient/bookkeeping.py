@@ -3,7 +3,9 @@ per-record gradients are formed where Gram matrices cost less. Measured against 
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,7 +18,9 @@ from adp2sgd.gradient.recording import Recording
 from adp2sgd.task import Loss
 
 PAD = 16
-"""On a GPU a batch is filled up to a multiple of so many records: Poisson batches of 256 then have few sizes."""
+"""On a GPU a batch is filled up to a multiple of so many records, where its expected size is not known."""
+SPREAD = 2.0
+"""Standard deviations of a Poisson batch that a pass has room for beyond its expected size: one in fifty takes two."""
 
 
 class BookKeeping:
@@ -25,13 +29,18 @@ class BookKeeping:
     `piece`: at most so many records (and `AT_ONCE`) are processed at once. `autocast`: run layers in that type; norms
     and sums are of the same values. Raises `UnsupportedError` where there is no rule. On a GPU the passes are recorded
     as CUDA graphs.
+
+    `expected`: the size of a batch, in the mean. A GPU then takes every batch in passes of one size, filled up with
+    records that do not count. In a batch of another size it might use other kernels, whose rounding, in bfloat16, moves
+    a gradient by percents: one record more would then move the others' shares.
     """
 
     def __init__(
         self, model: FlatModel, loss: Loss, *, copies: int = 1, piece: int | None = None,
-        autocast: torch.dtype | None = None,
+        autocast: torch.dtype | None = None, expected: float | None = None,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.copies, self.piece, self.autocast = model, loss, copies, piece, autocast
+        self.expected = expected
         named = dict(model.module.named_parameters())
         self.trained = {piece.name: named[piece.name] for piece in model.slices}
         self._recorded = {training: Recorded(self._sum) for training in (True, False)}
@@ -42,8 +51,7 @@ class BookKeeping:
         if records == 0 or not self.model.slices:
             zeros = torch.zeros_like(self.model.weights)
             return Clipped(zeros, zeros.new_zeros(records))
-        most = AT_ONCE[self.model.device.type]
-        rows = min(self.piece or most, most) * self.copies
+        inputs, rows = self.laid_out(inputs), self._at_once * self.copies
         if len(inputs) <= rows:
             return self._piece(inputs, targets, clip_norm)
         total, norms = torch.zeros_like(self.model.weights, dtype=torch.float64), []
@@ -66,15 +74,35 @@ class BookKeeping:
             mean.backward(inputs=recording.leaves)
         return recording
 
+    @property
+    def _at_once(self) -> int:
+        """Records of a pass: at most, or where `expected` is known, on a GPU, of every one."""
+        most = AT_ONCE[self.model.device.type]
+        most = min(self.piece or most, most)
+        if self.expected is None or not on_gpu(self.model.device):
+            return most
+        room = self.expected + SPREAD * math.sqrt(self.expected)
+        share = room / math.ceil(room / most)
+        return min(most, math.ceil(share / PAD) * PAD)
+
+    def laid_out(self, inputs: Tensor) -> Tensor:
+        """As steps have them: on a GPU bfloat16 images have their channels last, if every layer is known to bear it."""
+        return laid_out(inputs) if self.autocast and self._repeatable else inputs
+
+    @cached_property
+    def _repeatable(self) -> bool:
+        return repeatable(self.model.module, self.loss)
+
     def _piece(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
         records = len(inputs) // self.copies
         given = (inputs, targets, *self._scalars(clip_norm, records))
-        recorded = inputs.is_cuda and repeatable(self.model.module, self.loss)
-        if recorded:
-            total, norms = self._recorded[self.model.module.training](*self._padded(given))
-            recorded = bool(torch.isfinite(norms).all())  # of the filling rows too: dropout treats them otherwise
-            norms = norms[:records].clone()
-        if not recorded:
+        if on_gpu(self.model.device):
+            work = self._recorded[self.model.module.training] if self._repeatable else self._sum
+            total, norms = work(*self._padded(given))
+            others, norms = norms[records:], norms[:records].clone()
+            if bool(torch.isfinite(norms).all()) and not bool(torch.isfinite(others).all()):
+                total, norms = self._sum(*given)  # dropout treats filling rows otherwise
+        else:
             total, norms = self._sum(*given)
         good = torch.isfinite(norms)
         if bool(good.all()):
@@ -106,9 +134,14 @@ class BookKeeping:
         return clip, count
 
     def _padded(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The rows filled up with copies of the first record, so that few shapes need be recorded."""
+        """The rows filled up with copies of the first record, so that they have one of few shapes."""
         inputs, targets, *scalars = given
-        missing = -(len(inputs) // self.copies) % PAD * self.copies
-        fill = [t[: self.copies].repeat(missing // self.copies, *[1] * (t.dim() - 1)) for t in (inputs, targets)]
+        records = len(inputs) // self.copies
+        missing = -records % PAD if self.expected is None else self._at_once - records
+        fill = [t[: self.copies].repeat(missing, *[1] * (t.dim() - 1)) for t in (inputs, targets)]
         inputs, targets = torch.cat([inputs, fill[0]]), torch.cat([targets, fill[1]])
-        return (laid_out(inputs) if self.autocast else inputs, targets, *scalars)
+        return (self.laid_out(inputs), targets, *scalars)
+
+
+def on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"

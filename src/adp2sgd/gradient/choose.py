@@ -40,12 +40,13 @@ class Row:
 
 def build(
     model: FlatModel, loss: Loss, *, engine: str = "auto", copies: int = 1, piece: int | None = None,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None = None, expected: float | None = None,
 ) -> Engine:  # fmt: skip
     """An engine by name; `auto` takes the fastest that agrees with the loop on records made for that.
 
     `copies`: so many rows in a row are augmented copies of one record. `piece`: records processed at once (by default
     what fits in half of the free memory; set it where runs must agree to the bit). `autocast`: layers run in this type.
+    `expected`: the size of a batch, in the mean (see `BookKeeping`).
     """
     if engine not in ENGINES:
         raise ConfigError(f"engine = {engine!r} is unknown; choose one of {', '.join(ENGINES)}")
@@ -53,7 +54,7 @@ def build(
         raise ConfigError(f"copies = {copies} is impossible; give at least 1")
     options: dict[str, Any] = {"copies": copies}
     if engine in ("auto", "book-keeping"):
-        options |= {"piece": piece, "autocast": autocast}
+        options |= {"piece": piece, "autocast": autocast, "expected": expected}
     made: Engine = ENGINES[engine](model, loss, **options)
     return made
 
@@ -68,10 +69,10 @@ class Automatic:
 
     def __init__(
         self, model: FlatModel, loss: Loss, *, copies: int = 1, piece: int | None = None,
-        autocast: torch.dtype | None = None,
+        autocast: torch.dtype | None = None, expected: float | None = None,
     ) -> None:  # fmt: skip
         self.model, self.copies, self.piece = model, copies, piece
-        self.bookkeeping = BookKeeping(model, loss, copies=copies, piece=piece, autocast=autocast)
+        self.bookkeeping = BookKeeping(model, loss, copies=copies, piece=piece, autocast=autocast, expected=expected)
         self.loop = Loop(model, loss, copies=copies)
         self.functional = Functional(model, loss, copies=copies)
         self.chosen: Engine | None = None
@@ -99,11 +100,10 @@ class Automatic:
         x, y = (synthetic(like, PROBE_RECORDS * self.copies) for like in (inputs, targets))
         for kind, engine in ((BookKeeping, self.bookkeeping), (Functional, self.functional)):
             reason = self._objection(kind, x, y)
+            if not reason and engine is self.bookkeeping:
+                reason = self._trial(x, y)
             if not reason:
-                if engine is self.bookkeeping:
-                    self._fit(x, y)
-                    return engine
-                return self._say(engine, self.reason)
+                return engine if engine is self.bookkeeping else self._say(engine, self.reason)
             self.reason = self.reason or reason
         return self._say(self.loop, self.reason)
 
@@ -143,12 +143,21 @@ class Automatic:
             return "a record's gradient in a batch differs from its gradient alone"
         return "the model cannot be checked"
 
-    def _fit(self, x: Tensor, y: Tensor) -> None:
-        """Records at once: what fits in half of the free memory, if a record needs twice what is recorded of it."""
-        if self.piece is None and self.model.slices:
-            recording = self.bookkeeping.record(x, y)
+    def _trial(self, x: Tensor, y: Tensor) -> str:
+        """Why book-keeping fails in the type and layout that steps have; else empty, and it knows how many records it
+        may take at once: what fits in half of the free memory, if a record needs twice what is recorded of it."""
+        if not self.model.slices:
+            return ""
+        try:
+            recording = self.bookkeeping.record(self.bookkeeping.laid_out(x), y)
+        except PrivacyError:
+            raise
+        except Exception as error:
+            return str(error).split("\n")[0]
+        if self.piece is None:
             each = 2 * recording.held * self.copies // len(x)
             self.bookkeeping.piece = max(1, free_bytes(x.device) // 2 // max(1, each))
+        return ""
 
     def _say(self, engine: Engine, reason: str) -> Engine:
         name = type(engine).__name__

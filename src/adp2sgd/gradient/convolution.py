@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from adp2sgd.gradient.rounding import Measured, as_multiplied, gram, lengths, reach, roundoff, squares
+from adp2sgd.gradient.rounding import Measured, as_multiplied, gram, lengths, reach, roundoff, squares, underflow
 from adp2sgd.gradient.rules import GRAM, compare, product, weighted_product
 
 
@@ -77,6 +77,7 @@ class Convolution:
     def __init__(self, inputs: Tensor, outputs: Tensor, weight: Tensor, geometry: Geometry, records: int) -> None:
         self.inputs, self.outputs, self.weight, self.geometry, self.n = inputs, outputs, weight, geometry, records
         self.fold = len(inputs) // records
+        self.last = geometry.groups == 1 and inputs.dtype == torch.bfloat16 and channels_last(inputs)
         self.grid, self.length = geometry.laid_out(tuple(outputs.shape[2:]), self.fold)
         self.held = inputs.numel() * inputs.element_size() + outputs.numel() * outputs.element_size()
         self.formed = records * weight.numel() * 4
@@ -91,7 +92,7 @@ class Convolution:
         """Multiplications for norm and sum of one record."""
         channels = (self.inputs.shape[1], self.outputs.shape[1] // self.geometry.groups)
         grams, total, formed, moved = self.geometry.costs(tuple(self.outputs.shape[2:]), self.fold, *channels)
-        if self._last and self.inputs.is_cuda:
+        if self.last and self.inputs.is_cuda:
             return {"ghost": grams + 3 * HALF * total, "per-record": HALF * formed + moved}
         return {"ghost": grams + total, "per-record": (formed + moved) * REPEAT[self.inputs.device.type]}
 
@@ -99,14 +100,19 @@ class Convolution:
         self.inputs, self.outputs = as_multiplied(self.inputs, KIND), as_multiplied(self.outputs, KIND)
         unit, terms = roundoff(self.inputs, KIND), self.fold * prod(self.outputs.shape[2:])
         if self.rule == "per-record":
-            # A pixel is in at most as many patches as the kernel has positions.
-            patches = prod(self.geometry.kernel) * lengths(self._by_record(self.inputs))
-            doubt = unit * (patches * lengths(self._by_record(self.outputs))).sqrt()
-            return Measured(squares(self.per_record()), doubt, terms)
+            doubt = unit * (self._reach() * lengths(self._by_record(self.outputs))).sqrt()
+            return Measured(squares(self.per_record()), doubt + self._lost(terms), terms)
         gram_in, gram_out = self._grams()
         dots = (gram_in * gram_out).sum((1, 2)).view(self.n, -1).sum(1)
         far = torch.linalg.vector_norm(reach(gram_in, gram_out).view(self.n, -1), dim=1)
-        return Measured(dots, unit * far, terms)
+        return Measured(dots, unit * far + self._lost(terms), terms)
+
+    def _reach(self) -> Tensor:
+        """[n]: at least the squares of all patches. A pixel is in at most as many as the kernel has positions."""
+        return prod(self.geometry.kernel) * lengths(self._by_record(self.inputs))
+
+    def _lost(self, terms: int) -> Tensor | float:
+        return underflow(self.outputs.shape[1] * terms, self._reach()) if self.last and self.inputs.is_cuda else 0.0
 
     def _grams(self) -> tuple[Tensor, Tensor]:
         """[n·groups, length, length] of the patches and of the gradients at the outputs, in float64."""
@@ -139,10 +145,13 @@ class Convolution:
         return self._patches() if few else self._side_by_side()
 
     def weighted(self, factors: Tensor) -> Tensor:
-        if self._last and self.inputs.is_cuda:
-            parts = zip(self._portions(self.portion), factors.split(self.portion), strict=True)
-            sums = [weighted_product(gradient, patches, some) for (patches, gradient), some in parts]
-            return self._shaped(sum(sums[1:], sums[0]))
+        if self.last and self.inputs.is_cuda:
+            total = factors.new_zeros(len(self.weight), self.weight[0].numel())
+            for (patches, gradient), some in zip(
+                self._portions(self.portion), factors.split(self.portion), strict=True
+            ):
+                total += weighted_product(gradient, patches, some)
+            return self._shaped(total)
         scale = factors.repeat_interleave(self.fold).view(-1, *[1] * (self.outputs.dim() - 1))
         x, w = self.inputs.to(factors.dtype), self.weight.to(factors.dtype)
         return self.geometry.backward(as_multiplied(self.outputs * scale, KIND), x, w, of_weight=True)
@@ -175,7 +184,7 @@ class Convolution:
     def _joined(self, images: Tensor) -> Tensor:
         """[n·groups, fold·outputs, channels of a group (and kernel)] of images [n·fold, channels, …, *outputs]."""
         axes, pixels = len(self.geometry.kernel), prod(self.outputs.shape[2:])
-        if self._last:
+        if self.last:
             outputs_first = images.movedim(tuple(range(-axes, 0)), tuple(range(1, 1 + axes)))
             return _in_order(outputs_first.movedim(1 + axes, -1)).view(
                 -1, self.fold * pixels, prod(images.shape[1:-axes])
@@ -184,13 +193,9 @@ class Convolution:
         out: Tensor = split.reshape(len(split) * self.geometry.groups, -1, self.fold * pixels)
         return out.transpose(1, 2)
 
-    @property
-    def _last(self) -> bool:
-        return self.geometry.groups == 1 and self.inputs.dtype == torch.bfloat16 and channels_last(self.inputs)
-
     def _shaped(self, gradients: Tensor, *records: int) -> Tensor:
         """[*records, *weight.shape] of gradients [·, p, c·kernel], or kernel·c where channels lie last."""
-        if not self._last:
+        if not self.last:
             return gradients.reshape(*records, *self.weight.shape)
         p, c, *kernel = self.weight.shape
         return gradients.view(*records, p, *kernel, c).movedim(-1, -1 - len(kernel))

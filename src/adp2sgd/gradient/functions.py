@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from adp2sgd.errors import PrivacyError
 from adp2sgd.gradient import layers
 from adp2sgd.gradient.attention import attend
-from adp2sgd.gradient.convolution import Geometry, channels_last
+from adp2sgd.gradient.convolution import Geometry
 from adp2sgd.gradient.recurrent import Direction, linear_uses
 from adp2sgd.gradient.rules import UnsupportedError
 
@@ -67,10 +67,10 @@ def group_norm(
     emits = [record.emitter(weight), record.emitter(bias)]
     if not any(emits):
         return F.group_norm(_full(input), num_groups, weight, bias, eps)
-    fast = input.dtype == torch.bfloat16 and channels_last(input)
-    kind = layers.ChannelsLastGroupNorm if fast else layers.GroupNormLayer
+    fused = layers.FusedGroupNorm.takes(input, num_groups, weight, bias)
+    kind: Any = layers.FusedGroupNorm if fused else layers.GroupNormLayer
     layer = kind(record.n, num_groups, _plain_or_none(weight), _plain_or_none(bias), eps, emits)
-    return record.run(layer, input if fast else _full(input))
+    return record.run(layer, input if fused else _full(input))
 
 
 def layer_norm(

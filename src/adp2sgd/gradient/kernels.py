@@ -1,7 +1,10 @@
-"""GroupNorm of images whose channels lie last, one Triton kernel each way: torch has none for that layout, and made of
-its other operations it takes several times as long (benchmarks/gradient.py). Import it where Triton is at hand."""
+"""GroupNorm of images whose channels lie last, one Triton kernel each way: torch has none on a GPU for that layout.
+Import it where Triton is at hand."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -24,10 +27,11 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) ->
     y, channels = torch.empty_like(x), x.shape[1]
     mean, rstd = x.new_empty(2, len(x), channels, dtype=torch.float32)
     if x.numel():
-        _forward[(len(x),)](
-            x, weight, bias, y, mean, rstd, eps, x[0, 0].numel(), channels, groups, max(1, TILE // channels),
-            num_warps=8,
-        )  # fmt: skip
+        with _on(x):
+            _forward[(len(x),)](
+                x, weight.contiguous(), bias.contiguous(), y, mean, rstd, eps, x[0, 0].numel(), channels, groups,
+                max(1, TILE // channels), num_warps=8,
+            )  # fmt: skip
     return y, mean, rstd
 
 
@@ -38,11 +42,17 @@ def backward(
     dx, channels = torch.empty_like(x) if of_input else x, x.shape[1]
     scales, shifts = torch.zeros_like(mean), torch.zeros_like(mean)
     if x.numel():
-        _backward[(len(x),)](
-            gradient, x, mean, rstd, weight, dx, scales, shifts, x[0, 0].numel(), channels, groups,
-            max(1, TILE // channels), of_input, num_warps=8,
-        )  # fmt: skip
+        with _on(x):
+            _backward[(len(x),)](
+                gradient, x, mean, rstd, weight.contiguous(), dx, scales, shifts, x[0, 0].numel(), channels, groups,
+                max(1, TILE // channels), of_input, num_warps=8,
+            )  # fmt: skip
     return dx, scales, shifts
+
+
+def _on(x: Tensor) -> AbstractContextManager[Any]:
+    """Kernels start on the current device, whatever their tensors say."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @triton.jit
@@ -62,15 +72,20 @@ def _forward(
     channel = tl.arange(0, channels)
     at = tl.arange(0, some)[:, None] * channels + channel[None, :]
     first = row * pixels * channels
+    # Of what a channel's pixels have beyond its first one: squares of large numbers would hide a small variance.
+    origin = tl.load(x + first + channel).to(tl.float32)
     total, squares = tl.zeros([channels], tl.float32), tl.zeros([channels], tl.float32)
     for start in range(0, pixels, some):
         inside = (start + tl.arange(0, some) < pixels)[:, None]
         block = tl.load(x + first + start * channels + at, mask=inside, other=0.0).to(tl.float32)
+        block = tl.where(inside, block - origin[None, :], 0.0)
         total += tl.sum(block, 0)
         squares += tl.sum(block * block, 0)
-    middle = _mean(total, groups, channels) / pixels
-    variance = _mean(squares, groups, channels) / pixels - middle * middle
-    scale = 1 / tl.sqrt(tl.maximum(variance, 0.0) + eps)
+    own = total / pixels
+    middle = _mean(origin + own, groups, channels)
+    apart = origin + own - middle
+    variance = _mean(squares / pixels - own * own, groups, channels) + _mean(apart * apart, groups, channels)
+    scale = 1 / tl.sqrt(tl.where(variance < 0, 0.0, variance) + eps)  # what is no number stays none
     tl.store(mean + row * channels + channel, middle)
     tl.store(rstd + row * channels + channel, scale)
     scale = scale * tl.load(weight + channel)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from importlib import import_module
 from math import prod
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from adp2sgd.device import can_compile
 from adp2sgd.gradient import rules
-from adp2sgd.gradient.convolution import Convolution, Geometry
+from adp2sgd.gradient.convolution import Convolution, Geometry, channels_last
 
 Emit = Callable[[rules.Use], None]
 """Takes the use of one parameter; None where the parameter is absent or not trained."""
@@ -131,69 +130,30 @@ class GroupNormLayer:
         return found
 
 
-class ChannelsLastGroupNorm:
-    """The same for images in half precision whose channels lie last, as a GPU's convolutions want them: torch's own
-    kernels would first bring them into another order and into float32. Sums are taken in float32.
+class FusedGroupNorm:
+    """The same by kernels of our own, for bfloat16 images whose channels lie last, as a GPU's convolutions want them:
+    torch's kernels would first bring them into another order and into float32. The output is bfloat16 as well."""
 
-    By `kernels` where these can be built and take the shape, else by torch's operations.
-    """
-
-    def __init__(
-        self, n: int, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, emits: list[Emit | None]
-    ) -> None:
+    def __init__(self, n: int, groups: int, weight: Tensor, bias: Tensor, eps: float, emits: list[Emit | None]) -> None:
         self.n, self.groups, self.weight, self.bias, self.eps, self.emits = n, groups, weight, bias, eps, emits
 
+    @staticmethod
+    def takes(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> bool:
+        if x.dtype != torch.bfloat16 or not channels_last(x) or weight is None or bias is None:
+            return False
+        return can_compile(x.device) and bool(_kernels().can_take(x, groups))
+
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        if self._by_kernels(x):
-            y, mean, rstd = kernels().forward(x, self.weight, self.bias, self.groups, self.eps)
-            return y, mean, rstd
-        pixels = _pixels(x)
-        with torch.autocast(x.device.type, enabled=False):
-            mean = self._mean(pixels.sum(1, dtype=torch.float32)) / pixels.shape[1]
-            squares = torch.linalg.vector_norm(pixels, dim=1, dtype=torch.float32).square_()
-            variance = self._mean(squares) / pixels.shape[1] - mean.square()
-            rstd = (variance.clamp_(min=0) + self.eps).rsqrt_()
-            scale = self._scaled(rstd)
-            shift = -mean * scale if self.bias is None else self.bias - mean * scale
-            return _images(_times_plus(pixels, scale, shift, x.dtype), x), mean, rstd
+        y, mean, rstd = _kernels().forward(x, self.weight, self.bias, self.groups, self.eps)
+        return y, mean, rstd
 
     def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
-        x, mean, rstd = saved
-        if self._by_kernels(x):
-            last = gradient.contiguous(memory_format=torch.channels_last)
-            dx, *found = kernels().backward(last, x, mean, rstd, self.weight, self.groups, of_input=of_input)
-        else:
-            dx, *found = self._backward(gradient, x, mean, rstd, of_input)
+        last = gradient.contiguous(memory_format=torch.channels_last)
+        dx, *found = _kernels().backward(last, *saved, self.weight, self.groups, of_input=of_input)
         for emit, gradients in zip(self.emits, found, strict=True):
             if emit:
                 emit(rules.Kept(_by_record(gradients, self.n)))
         return dx if of_input else None
-
-    def _by_kernels(self, x: Tensor) -> bool:
-        whole = self.weight is not None and self.bias is not None
-        return whole and can_compile(x.device) and bool(kernels().can_take(x, self.groups))
-
-    def _backward(
-        self, gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, of_input: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        given, pixels = _pixels(gradient), _pixels(x)
-        shifts = given.sum(1, dtype=torch.float32)
-        scales = rstd * (_dots(given, pixels) - mean * shifts)
-        if not of_input:
-            return x, scales, shifts
-        # rstd · (weight · given − mean of it − normalized · mean of it · normalized)
-        first, second = (self._mean(self._scaled(each)) / pixels.shape[1] for each in (shifts, scales))
-        slope = -rstd.square() * second
-        part = _times_plus(pixels, slope, -rstd * first - mean * slope, torch.float32)
-        return _images(_times_plus(given, self._scaled(rstd), part, x.dtype), x), scales, shifts
-
-    def _scaled(self, each: Tensor) -> Tensor:
-        return each if self.weight is None else each * self.weight
-
-    def _mean(self, each: Tensor) -> Tensor:
-        """[rows, channels]: the mean over the channels of a group, for each of them."""
-        groups: Tensor = each.unflatten(1, (self.groups, -1))
-        return groups.mean(2, keepdim=True).expand_as(groups).flatten(1)
 
 
 class LayerNormLayer:
@@ -244,34 +204,9 @@ BLOCKS = 65_535
 """A CUDA grid has at most so many blocks along the axis on which the groups lie."""
 
 
-@lru_cache
-def kernels() -> Any:
-    """The module, which needs Triton."""
+def _kernels() -> Any:
+    """Our kernels; their module needs Triton."""
     return import_module("adp2sgd.gradient.kernels")
-
-
-def _pixels(images: Tensor) -> Tensor:
-    """[rows, pixels, channels]; without a copy where the channels lie last."""
-    return images.movedim(1, -1).flatten(1, -2)
-
-
-def _images(pixels: Tensor, like: Tensor) -> Tensor:
-    images: Tensor = pixels.unflatten(1, like.shape[2:])
-    return images.movedim(-1, 1)
-
-
-def _times_plus(pixels: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-    """pixels · scale + shift, taken in float32 and rounded once; scale and shift [rows, channels] or like pixels."""
-    shift = shift if shift.dim() == 3 else shift[:, None]
-    out = torch.empty_like(pixels, dtype=dtype)
-    return torch.addcmul(shift, pixels, scale[:, None], out=out)
-
-
-def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """[rows, channels]: Σ over pixels of a · b [rows, pixels, channels], in float32."""
-    if a.shape[2] <= a.shape[1]:  # tensor cores multiply all channels by all others faster than memory writes a · b
-        return rules.product(a.transpose(1, 2), b).diagonal(dim1=1, dim2=2)
-    return a.float().mul_(b).sum(1)
 
 
 def _by_record(rows: Tensor, n: int) -> Tensor:

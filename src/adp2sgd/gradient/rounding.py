@@ -27,6 +27,9 @@ HALF = 3 * 2.0**-8
 TRANSFORMED = 64 * 2.0**-24
 """What convolution by Winograd's or Fourier's transform may add, which cuDNN is free to choose."""
 
+SMALLEST = 2.0**-124
+"""What a number in three parts of bfloat16 may lack, whether a GPU takes parts below 2^-126 as they are or as zero."""
+
 
 @dataclass(frozen=True, eq=False)
 class Measured:
@@ -70,6 +73,12 @@ def as_multiplied(operand: Tensor, kind: str) -> Tensor:
 
 def _tensor_float(kind: str) -> bool:
     return torch.backends.cudnn.allow_tf32 if kind == "convolution" else torch.backends.cuda.matmul.allow_tf32
+
+
+def underflow(numbers: int, inputs: Tensor) -> Tensor:
+    """[n]: the norm of what may be lost where so many gradients at the outputs of each record are split into three,
+    with `inputs`, the squares of all that they are multiplied with."""
+    return SMALLEST * (numbers * inputs).sqrt()
 
 
 def squares(gradients: Tensor) -> Tensor:

@@ -12,7 +12,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from adp2sgd.gradient.rounding import BLOCK, Measured, as_multiplied, gram, lengths, reach, roundoff, squares
+from adp2sgd.gradient.rounding import (
+    BLOCK,
+    Measured,
+    as_multiplied,
+    gram,
+    lengths,
+    reach,
+    roundoff,
+    squares,
+    underflow,
+)
 
 GRAM = 2.5
 """What a multiplication for a Gram matrix, in float64, costs beside one in float32."""
@@ -113,13 +123,14 @@ class Linear:
     def measure(self) -> Measured:
         self.inputs, self.outputs = as_multiplied(self.inputs, MATMUL), as_multiplied(self.outputs, MATMUL)
         x, g, t, unit = self.inputs, self.outputs, self.inputs.shape[1], roundoff(self.inputs, MATMUL)
+        lost = underflow(t * g.shape[2], lengths(x)) if in_halves(x, g) else 0.0
         if t == 1:
             found = lengths(x) * lengths(g)
-            return Measured(found, unit * found.sqrt(), 1)
+            return Measured(found, unit * found.sqrt() + lost, 1)
         if self.rule == "per-record":
-            return Measured(squares(self.per_record()), unit * (lengths(x) * lengths(g)).sqrt(), t)
+            return Measured(squares(self.per_record()), unit * (lengths(x) * lengths(g)).sqrt() + lost, t)
         gram_in, gram_out = gram(x), gram(g)
-        return Measured((gram_in * gram_out).sum((1, 2)), unit * reach(gram_in, gram_out), t)
+        return Measured((gram_in * gram_out).sum((1, 2)), unit * reach(gram_in, gram_out) + lost, t)
 
     def per_record(self) -> Tensor:
         return product(self.outputs.transpose(1, 2), self.inputs)
@@ -272,31 +283,36 @@ def compare(cost: Mapping[str, float]) -> str:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Batched matrix product in float32 of the given values; half precision stays exact (its products fit float32)."""
-    if a.dtype == b.dtype == torch.bfloat16 and a.is_cuda:
+    if in_halves(a, b):
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(_wide(a), _wide(b))
+
+
+def in_halves(a: Tensor, b: Tensor) -> bool:
+    """Whether both are bfloat16 on a GPU, whose matrix units multiply such numbers exactly."""
+    return a.dtype == b.dtype == torch.bfloat16 and a.is_cuda
 
 
 def weighted_product(outputs: Tensor, inputs: Tensor, factors: Tensor) -> Tensor:
     """[p, d]: Σ over records of factor · outputsᵀ inputs, of outputs [n, t, p] and inputs [n, t, d].
 
-    In half precision on a GPU a factor keeps its first 16 bits, so it only shrinks; outputs times that are three
-    numbers in bfloat16, to the bit, and so the sum is of the given values here too.
+    In bfloat16 on a GPU a factor keeps its first 16 bits, so it only shrinks; outputs times that are three bfloat16
+    numbers, to the bit but for what is below `rounding.SMALLEST`, and so the sum is of the given values here too.
     """
-    if outputs.dtype == inputs.dtype == torch.bfloat16 and inputs.is_cuda:
-        parts = torch.cat(in_three(outputs.float() * first_bits(factors.float()).view(-1, 1, 1)), 2)
+    if in_halves(outputs, inputs):
+        parts = torch.cat(in_three(outputs.float() * first_bits(factors).view(-1, 1, 1)), 2)
         return product(parts.flatten(0, 1).t()[None], inputs.flatten(0, 1)[None]).view(3, outputs.shape[2], -1).sum(0)
     scaled = as_multiplied(_wide(outputs) * factors.view(-1, 1, 1), MATMUL)
     return scaled.flatten(0, 1).t() @ _wide(inputs).flatten(0, 1)
 
 
 def first_bits(factors: Tensor) -> Tensor:
-    """Float32 numbers with the last eight bits of their mantissas dropped."""
-    return factors.view(torch.int32).bitwise_and(-256).view(torch.float32)
+    """Numbers in float32 with the last eight bits of their mantissas dropped."""
+    return factors.float().view(torch.int32).bitwise_and(-256).view(torch.float32)
 
 
 def in_three(numbers: Tensor) -> list[Tensor]:
-    """Float32 numbers as sums of three bfloat16 numbers, to the bit (but for what is smaller than 1e-38)."""
+    """Float32 numbers as sums of three bfloat16 numbers."""
     parts = []
     for _ in range(3):
         parts.append(numbers.bfloat16())
