@@ -386,7 +386,7 @@ def test_case_2_real_and_simulated_side_by_side(tmp_path: Path) -> None:
     simulated = simulate(SLEEPY)
     assert run.learners[0].staleness_mean == pytest.approx(simulated.learners[0].staleness_mean, rel=0.3)
     assert read_result(folder / "adpsgd") == run
-    assert run.overshoot <= 4
+    assert run.overshoot <= 8  # learners hear of the last steps with their exchanges: usually at most one each
 
 
 @pytest.mark.parametrize("algorithm", ["adpsgd", "sync"])

@@ -99,9 +99,11 @@ class BookKeeping:
         if on_gpu(self.model.device):
             work = self._recorded[self.model.module.training] if self._repeatable else self._sum
             total, norms = work(*self._padded(given))
-            others, norms = norms[records:], norms[:records].clone()
-            if bool(torch.isfinite(norms).all()) and not bool(torch.isfinite(others).all()):
-                total, norms = self._sum(*given)  # dropout treats filling rows otherwise
+            filled, norms = norms, norms[:records].clone()
+            if bool(torch.isfinite(filled).all()):
+                return Clipped(total, norms)
+            if bool(torch.isfinite(norms).all()):  # dropout treats filling rows otherwise
+                total, norms = self._sum(*given)
         else:
             total, norms = self._sum(*given)
         good = torch.isfinite(norms)
