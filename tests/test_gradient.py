@@ -189,19 +189,35 @@ def test_patches_are_copied_whatever_their_place_in_memory(channels, offset):
     assert convolution._in_order(numbers).is_contiguous()
 
 
-def test_what_is_lost_below_the_smallest_numbers_is_allowed_for(monkeypatch):
-    """Weights for which a whole gradient lies there, times inputs that are as large: the GPU's way, on a CPU."""
+@pytest.mark.parametrize(
+    ("first", "last", "sum_of"),
+    [(3e38, 2e-40, 1), (3e38, 3e-38, 1), (0.98 * 2**127, 2.0**-114, 1), (2.0**127, 2.0**-132, 2)],
+)
+def test_what_is_lost_below_the_smallest_numbers_is_allowed_for(first, last, sum_of, monkeypatch):
+    """Weights for which a gradient, or its clipped share, lies there, times inputs that are as large; in the last case
+    two positions cancel. The GPU's way, on a CPU."""
     monkeypatch.setattr(rules, "in_halves", lambda a, b: a.dtype == b.dtype == torch.bfloat16)
     monkeypatch.setattr(rules, "product", lambda a, b: torch.bmm(a.float(), b.float()))
-    network = nn.Sequential(nn.Linear(1, 70, bias=False), nn.Linear(70, 70, bias=False), nn.Linear(70, 2, bias=False))
-    engine = BookKeeping(FlatModel(network), cross_entropy, autocast=torch.bfloat16)
-    for small in (2e-40, 1e-39, 3e-38):
-        with torch.no_grad():
-            for layer, value in zip(network, (3e38, 0.0, small), strict=True):
-                layer.weight.fill_(value)
-            network[2].weight[1] = 0
-        share = engine.clipped_sum(torch.ones(1, 1), torch.ones(1, dtype=torch.long), 1.0)
-        assert torch.linalg.vector_norm(share.total) <= 1 + 1e-6
+    size = 128 if sum_of == 1 else 1024
+    inner = [
+        nn.Linear(1, size, bias=False),
+        nn.Linear(size, size, bias=False),
+        nn.Linear(size, 2 if sum_of == 1 else 1),
+    ]
+    top = [] if sum_of == 1 else [nn.Flatten(), nn.Linear(2, 2, bias=False)]
+    network = nn.Sequential(*inner, *top)
+    model = FlatModel(network)
+    with torch.no_grad():
+        model.weights.zero_()
+        network[0].weight.fill_(first)
+        network[2].weight[0] = last
+        if top:
+            network[4].weight[0] = torch.tensor([1.0, 3.0]) * 2**40
+    inputs = torch.ones(1, 1) if sum_of == 1 else torch.tensor([[[-0.75], [0.25]]])
+    engine = BookKeeping(model, cross_entropy, autocast=torch.bfloat16)
+    share = engine.clipped_sum(inputs, torch.ones(1, dtype=torch.long), 1.0)
+    assert share.norms[0] > 1
+    assert torch.linalg.vector_norm(share.total.double()) <= 1 + 1e-6
 
 
 def test_a_scaled_gradient_in_half_precision_is_split_without_loss():

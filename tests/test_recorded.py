@@ -14,6 +14,7 @@ from adp2sgd.device import Recorded, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import bookkeeping
 from adp2sgd.gradient.bookkeeping import PAD, BookKeeping
+from adp2sgd.gradient.choose import build
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.models import MODELS
 from adp2sgd.models.blocks import ImageClassifier
@@ -113,6 +114,28 @@ def test_a_record_that_is_not_finite_does_not_change_how_others_are_taken(monkey
     assert torch.equal(found.norms[1:], without.norms)
     assert torch.isinf(found.norms[0])
     assert set(passes) == {48}
+
+
+def test_with_dropout_too_a_huge_record_does_not_change_the_size_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = as_on_a_gpu(monkeypatch)
+    torch.manual_seed(0)
+    engine = BookKeeping(FlatModel(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 2))), cross_entropy, expected=30)
+    engine.model.module.train()
+    inputs, targets = torch.randn(20, 8), torch.zeros(20, dtype=torch.int64)
+    inputs[0] = 0
+    inputs[0, 0] = 3e38  # twice that, where it is not dropped, is infinite
+    for _ in range(20):
+        engine.clipped_sum(inputs, targets, 1.0)
+    assert set(passes) == {48}
+
+
+def test_a_trial_leaves_the_model_and_the_generators_as_they_are() -> None:
+    model = FlatModel(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 2)))
+    model.module.eval()
+    before = torch.get_rng_state()
+    build(model, cross_entropy, piece=64).settle(torch.randn(0, 8), torch.zeros(0, dtype=torch.int64))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.module.training
 
 
 @pytest.mark.gpu

@@ -76,7 +76,7 @@ class Setup:
         autocast, name = AUTOCAST[self.config.precision], self.config.privacy.engine
         made = choose.build(
             self.model, self.task.loss, engine=name, copies=copies, piece=piece, autocast=autocast,
-            expected=self.config.batch_size,
+            expected=min(self.config.batch_size, max(len(shard) for shard in self.shards)),
         )  # fmt: skip
         if isinstance(made, choose.Automatic):
             inputs, targets = (part[:0].to(self.device) for part in (self.task.train.inputs, self.task.train.targets))

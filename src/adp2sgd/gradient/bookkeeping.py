@@ -51,7 +51,7 @@ class BookKeeping:
         if records == 0 or not self.model.slices:
             zeros = torch.zeros_like(self.model.weights)
             return Clipped(zeros, zeros.new_zeros(records))
-        inputs, rows = self.laid_out(inputs), self._at_once * self.copies
+        rows = self._at_once * self.copies
         if len(inputs) <= rows:
             return self._piece(inputs, targets, clip_norm)
         total, norms = torch.zeros_like(self.model.weights, dtype=torch.float64), []
@@ -102,8 +102,8 @@ class BookKeeping:
             filled, norms = norms, norms[:records].clone()
             if bool(torch.isfinite(filled).all()):
                 return Clipped(total, norms)
-            if bool(torch.isfinite(norms).all()):  # dropout treats filling rows otherwise
-                total, norms = self._sum(*given)
+            if bool(torch.isfinite(norms).all()):  # the filling rows are at fault, which hold no record
+                total, norms = self._sum(self.laid_out(inputs), *given[1:])
         else:
             total, norms = self._sum(*given)
         good = torch.isfinite(norms)
@@ -122,7 +122,8 @@ class BookKeeping:
             measured = recording.finish()
             dtype = self.model.weights.dtype
             norms = finite_or_infinite(measured.squares, dtype)
-            factors = clip_factors(effective_norms(measured), clip_norm, dtype)
+            room = clip_norm if measured.lost is None else (clip_norm - measured.lost).clamp(min=0)
+            factors = clip_factors(effective_norms(measured), room, dtype)
             factors = factors * (torch.arange(len(factors), device=factors.device) < records)
             parts = dict(recording.weighted(factors))
             unused = (name for name in self.trained if name not in parts)
@@ -136,12 +137,11 @@ class BookKeeping:
         return clip, count
 
     def _padded(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The rows filled up with copies of the first record, so that they have one of few shapes."""
+        """The rows filled up with zeros, so that they have one of few shapes."""
         inputs, targets, *scalars = given
         records = len(inputs) // self.copies
         missing = -records % PAD if self.expected is None else self._at_once - records
-        fill = [t[: self.copies].repeat(missing, *[1] * (t.dim() - 1)) for t in (inputs, targets)]
-        inputs, targets = torch.cat([inputs, fill[0]]), torch.cat([targets, fill[1]])
+        inputs, targets = (torch.cat([t, t.new_zeros(missing * self.copies, *t.shape[1:])]) for t in (inputs, targets))
         return (self.laid_out(inputs), targets, *scalars)
 
 

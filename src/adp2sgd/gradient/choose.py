@@ -146,17 +146,22 @@ class Automatic:
     def _trial(self, x: Tensor, y: Tensor) -> str:
         """Why book-keeping fails in the type and layout that steps have; else empty, and it knows how many records it
         may take at once: what fits in half of the free memory, if a record needs twice what is recorded of it."""
-        if not self.model.slices:
-            return ""
+        own = self.bookkeeping
+        twin = FlatModel(without_dropout(copy.deepcopy(self.model.module).train()), self.model.device)
+        engine = BookKeeping(twin, own.loss, copies=self.copies, autocast=own.autocast)
         try:
-            recording = self.bookkeeping.record(self.bookkeeping.laid_out(x), y)
+            with WithoutDropout():
+                recording = engine.record(own.laid_out(x), y)
+            with torch.no_grad():
+                recording.finish()
+                held = recording.held
+                dict(recording.weighted(torch.ones(len(x) // self.copies, device=x.device)))
         except PrivacyError:
             raise
-        except Exception as error:
+        except Exception as error:  # the loop can take it
             return str(error).split("\n")[0]
         if self.piece is None:
-            each = 2 * recording.held * self.copies // len(x)
-            self.bookkeeping.piece = max(1, free_bytes(x.device) // 2 // max(1, each))
+            own.piece = max(1, free_bytes(x.device) // 2 // max(1, 2 * held * self.copies // len(x)))
         return ""
 
     def _say(self, engine: Engine, reason: str) -> Engine:

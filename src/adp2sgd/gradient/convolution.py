@@ -101,18 +101,18 @@ class Convolution:
         unit, terms = roundoff(self.inputs, KIND), self.fold * prod(self.outputs.shape[2:])
         if self.rule == "per-record":
             doubt = unit * (self._reach() * lengths(self._by_record(self.outputs))).sqrt()
-            return Measured(squares(self.per_record()), doubt + self._lost(terms), terms)
+            return Measured(squares(self.per_record()), doubt, terms, self._lost(terms))
         gram_in, gram_out = self._grams()
         dots = (gram_in * gram_out).sum((1, 2)).view(self.n, -1).sum(1)
         far = torch.linalg.vector_norm(reach(gram_in, gram_out).view(self.n, -1), dim=1)
-        return Measured(dots, unit * far + self._lost(terms), terms)
+        return Measured(dots, unit * far, terms, self._lost(terms))
 
     def _reach(self) -> Tensor:
         """[n]: at least the squares of all patches. A pixel is in at most as many as the kernel has positions."""
         return prod(self.geometry.kernel) * lengths(self._by_record(self.inputs))
 
-    def _lost(self, terms: int) -> Tensor | float:
-        return underflow(self.outputs.shape[1] * terms, self._reach()) if self.last and self.inputs.is_cuda else 0.0
+    def _lost(self, terms: int) -> Tensor | None:
+        return underflow(self.outputs.shape[1] * terms, self._reach()) if self.last and self.inputs.is_cuda else None
 
     def _grams(self) -> tuple[Tensor, Tensor]:
         """[n·groups, length, length] of the patches and of the gradients at the outputs, in float64."""

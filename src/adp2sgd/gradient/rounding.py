@@ -36,20 +36,26 @@ class Measured:
     """Of each record's gradient [n], in float64: `squares`, its squared norm, and `doubt`, how far its share of the sum
     may lie from it by rounding (a norm; None where the sum is of the very values whose norm was taken).
 
-    `doubt` counts `ROUNDINGS` roundings; in the worst case there are as many as `terms`.
+    `doubt` counts `ROUNDINGS` roundings; in the worst case there are as many as `terms`. `lost` is what the share may
+    differ by besides, however small the clip factor.
     """
 
     squares: Tensor
     doubt: Tensor | None = None
     terms: int = 0
+    lost: Tensor | None = None
 
 
 def together(parts: list[Measured]) -> Measured:
     """The parameters' gradients as one vector. A square is never negative, so none hides another."""
     squares = torch.stack([part.squares for part in parts]).clamp(min=0).sum(0)
-    doubts = [part.doubt for part in parts if part.doubt is not None]
-    doubt = torch.linalg.vector_norm(torch.stack(doubts), dim=0) if doubts else None
-    return Measured(squares, doubt, max(part.terms for part in parts))
+    doubt, lost = (_joined([getattr(part, name) for part in parts]) for name in ("doubt", "lost"))
+    return Measured(squares, doubt, max(part.terms for part in parts), lost)
+
+
+def _joined(norms: list[Tensor | None]) -> Tensor | None:
+    known = [norm for norm in norms if norm is not None]
+    return torch.linalg.vector_norm(torch.stack(known), dim=0) if known else None
 
 
 def roundoff(operand: Tensor, kind: str = "") -> float:
@@ -76,8 +82,8 @@ def _tensor_float(kind: str) -> bool:
 
 
 def underflow(numbers: int, inputs: Tensor) -> Tensor:
-    """[n]: the norm of what may be lost where so many gradients at the outputs of each record are split into three,
-    with `inputs`, the squares of all that they are multiplied with."""
+    """[n]: the norm of what a share may lack where so many gradients at the outputs of each record, times the clip
+    factor, are split into three; `inputs`: the squares of all that they are multiplied with."""
     return SMALLEST * (numbers * inputs).sqrt()
 
 

@@ -123,14 +123,14 @@ class Linear:
     def measure(self) -> Measured:
         self.inputs, self.outputs = as_multiplied(self.inputs, MATMUL), as_multiplied(self.outputs, MATMUL)
         x, g, t, unit = self.inputs, self.outputs, self.inputs.shape[1], roundoff(self.inputs, MATMUL)
-        lost = underflow(t * g.shape[2], lengths(x)) if in_halves(x, g) else 0.0
+        lost = underflow(t * g.shape[2], lengths(x)) if in_halves(x, g) else None
         if t == 1:
             found = lengths(x) * lengths(g)
-            return Measured(found, unit * found.sqrt() + lost, 1)
+            return Measured(found, unit * found.sqrt(), 1, lost)
         if self.rule == "per-record":
-            return Measured(squares(self.per_record()), unit * (lengths(x) * lengths(g)).sqrt() + lost, t)
+            return Measured(squares(self.per_record()), unit * (lengths(x) * lengths(g)).sqrt(), t, lost)
         gram_in, gram_out = gram(x), gram(g)
-        return Measured((gram_in * gram_out).sum((1, 2)), unit * reach(gram_in, gram_out) + lost, t)
+        return Measured((gram_in * gram_out).sum((1, 2)), unit * reach(gram_in, gram_out), t, lost)
 
     def per_record(self) -> Tensor:
         return product(self.outputs.transpose(1, 2), self.inputs)
@@ -204,7 +204,7 @@ class Tied:
         found = table.squares + head.squares + 2 * self.table.cross(self.head)
         assert table.doubt is not None
         assert head.doubt is not None
-        return Measured(found, table.doubt + head.doubt, table.terms + head.terms)
+        return Measured(found, table.doubt + head.doubt, table.terms + head.terms, head.lost)
 
     def per_record(self) -> Tensor:
         return self.table.per_record() + self.head.per_record()
