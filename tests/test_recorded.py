@@ -14,7 +14,7 @@ from adp2sgd.device import Recorded, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import bookkeeping
 from adp2sgd.gradient.bookkeeping import PAD, BookKeeping
-from adp2sgd.gradient.choose import build
+from adp2sgd.gradient.choose import Automatic, build
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.models import MODELS
 from adp2sgd.models.blocks import ImageClassifier
@@ -129,13 +129,28 @@ def test_with_dropout_too_a_huge_record_does_not_change_the_size_of_a_pass(monke
     assert set(passes) == {48}
 
 
+class Counting(nn.Module):
+    """Counts its calls, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        return nn.functional.dropout(x, 0.5)
+
+
 def test_a_trial_leaves_the_model_and_the_generators_as_they_are() -> None:
-    model = FlatModel(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 2)))
-    model.module.eval()
+    model = FlatModel(nn.Sequential(Counting(), nn.Linear(8, 2)))
     before = torch.get_rng_state()
-    build(model, cross_entropy, piece=64).settle(torch.randn(0, 8), torch.zeros(0, dtype=torch.int64))
+    engine = build(model, cross_entropy, piece=64)
+    assert isinstance(engine, Automatic)
+    engine.settle(torch.zeros(0, 8), torch.zeros(0, dtype=torch.int64))
+    assert engine.chosen is engine.bookkeeping
     assert torch.equal(torch.get_rng_state(), before)
-    assert not model.module.training
+    assert not model.buffers.any()
 
 
 @pytest.mark.gpu
