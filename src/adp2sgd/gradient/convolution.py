@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adp2sgd.gradient.rounding import Measured, as_multiplied, gram, lengths, reach, roundoff, squares, underflow
-from adp2sgd.gradient.rules import GRAM, compare, product, weighted_product
+from adp2sgd.gradient.rules import GRAM, compare, in_halves, product, weighted_product
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Convolution:
         self.inputs, self.outputs, self.weight, self.geometry, self.n = inputs, outputs, weight, geometry, records
         self.fold = len(inputs) // records
         self.last = geometry.groups == 1 and inputs.dtype == torch.bfloat16 and channels_last(inputs)
+        self.halves = self.last and in_halves(inputs, outputs)
         self.grid, self.length = geometry.laid_out(tuple(outputs.shape[2:]), self.fold)
         self.held = inputs.numel() * inputs.element_size() + outputs.numel() * outputs.element_size()
         self.formed = records * weight.numel() * 4
@@ -92,8 +93,8 @@ class Convolution:
         """Multiplications for norm and sum of one record."""
         channels = (self.inputs.shape[1], self.outputs.shape[1] // self.geometry.groups)
         grams, total, formed, moved = self.geometry.costs(tuple(self.outputs.shape[2:]), self.fold, *channels)
-        if self.last and self.inputs.is_cuda:
-            return {"ghost": grams + 3 * HALF * total, "per-record": HALF * formed + moved}
+        if self.halves:
+            return {"ghost": grams + 3 * HALVES * total, "per-record": HALVES * formed + moved}
         return {"ghost": grams + total, "per-record": (formed + moved) * REPEAT[self.inputs.device.type]}
 
     def measure(self) -> Measured:
@@ -112,7 +113,7 @@ class Convolution:
         return prod(self.geometry.kernel) * lengths(self._by_record(self.inputs))
 
     def _lost(self, terms: int) -> Tensor | None:
-        return underflow(self.outputs.shape[1] * terms, self._reach()) if self.last and self.inputs.is_cuda else None
+        return underflow(self.outputs.shape[1] * terms, self._reach()) if self.halves else None
 
     def _grams(self) -> tuple[Tensor, Tensor]:
         """[n·groups, length, length] of the patches and of the gradients at the outputs, in float64."""
@@ -145,7 +146,7 @@ class Convolution:
         return self._patches() if few else self._side_by_side()
 
     def weighted(self, factors: Tensor) -> Tensor:
-        if self.last and self.inputs.is_cuda:
+        if self.halves:
             total = factors.new_zeros(len(self.weight), self.weight[0].numel())
             for (patches, gradient), some in zip(
                 self._portions(self.portion), factors.split(self.portion), strict=True
@@ -296,6 +297,6 @@ PORTION_BYTES = {"cpu": 1 << 20, "cuda": 1 << 30}
 """Patches are copied in portions of about this size, which a core's cache holds, and a GPU's memory beside the rest."""
 REPEAT = {"cpu": 1.2, "cuda": 2.0}
 """How much longer the per-record gradients take than the plain weight gradient of the same layer, measured."""
-HALF = 1 / 8
+HALVES = 1 / 8
 """What a multiplication of bfloat16 numbers costs on a GPU beside one of float32 numbers."""
 EIGHT = torch.complex128.itemsize // torch.bfloat16.itemsize

@@ -114,10 +114,14 @@ class GroupNormLayer:
             some = zip(*(t.split(rows) for t in (gradient, x, mean, rstd)), strict=True)
             parts = zip(*[self._some(g, x, mean, rstd, of_input) for g, x, mean, rstd in some], strict=True)
             found = tuple(torch.cat(part) if of_input or at else part[0] for at, part in enumerate(parts))
-        for emit, gradients in zip(self.emits, found[1:], strict=True):
-            if emit:
-                emit(rules.Kept(_by_record(gradients.view(len(x), -1), self.n)))
+        self._emit([gradients.view(len(x), -1) for gradients in found[1:]])
         return found[0] if of_input else None
+
+    def _emit(self, found: list[Tensor]) -> None:
+        """Hand in the gradients of scale and shift [rows, channels]."""
+        for emit, gradients in zip(self.emits, found, strict=True):
+            if emit:
+                emit(rules.Kept(_by_record(gradients, self.n)))
 
     def _some(self, gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, of_input: bool) -> tuple[Tensor, ...]:
         """Gradients of these rows of the input, and of scale and shift for each row [rows · channels]."""
@@ -130,12 +134,9 @@ class GroupNormLayer:
         return found
 
 
-class FusedGroupNorm:
+class FusedGroupNorm(GroupNormLayer):
     """The same by kernels of our own, for bfloat16 images whose channels lie last, as a GPU's convolutions want them:
     torch's kernels would first bring them into another order and into float32. The output is bfloat16 as well."""
-
-    def __init__(self, n: int, groups: int, weight: Tensor, bias: Tensor, eps: float, emits: list[Emit | None]) -> None:
-        self.n, self.groups, self.weight, self.bias, self.eps, self.emits = n, groups, weight, bias, eps, emits
 
     @staticmethod
     def takes(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -150,9 +151,7 @@ class FusedGroupNorm:
     def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
         last = gradient.contiguous(memory_format=torch.channels_last)
         dx, *found = _kernels().backward(last, *saved, self.weight, self.groups, of_input=of_input)
-        for emit, gradients in zip(self.emits, found, strict=True):
-            if emit:
-                emit(rules.Kept(_by_record(gradients, self.n)))
+        self._emit(found)
         return dx if of_input else None
 
 

@@ -240,7 +240,7 @@ def most_kept(device: torch.device) -> int:
     return max(KEEP_BYTES, torch.cuda.get_device_properties(device).total_memory // KEEP_SHARE)
 
 
-def settle(use: Use, keep_bytes: int = KEEP_BYTES) -> Use:
+def settle(use: Use, keep_bytes: int) -> Use:
     """What to hold for norm and sum: the per-record gradients if these are formed and not large, else the use."""
     formed = use.rule == "per-record" and use.formed <= max(keep_bytes, use.held)
     return Kept(use.per_record()) if formed and not isinstance(use, Kept) else use
