@@ -220,6 +220,24 @@ def test_what_is_lost_below_the_smallest_numbers_is_allowed_for(first, last, sum
     assert torch.linalg.vector_norm(share.total.double()) <= 1 + 1e-6
 
 
+def test_what_is_lost_in_a_convolution_is_allowed_for(monkeypatch):
+    """The same by convolutions of one pixel."""
+    for place in (rules, convolution):
+        monkeypatch.setattr(place, "in_halves", lambda a, b: a.dtype == b.dtype == torch.bfloat16)
+        monkeypatch.setattr(place, "product", lambda a, b: torch.bmm(a.float(), b.float()))
+    network = nn.Sequential(nn.Conv2d(1, 128, 1, bias=False), nn.Conv2d(128, 128, 1, bias=False), nn.Flatten())
+    network.append(nn.Linear(128, 2))
+    model = FlatModel(network)
+    with torch.no_grad():
+        model.weights.zero_()
+        network[0].weight.fill_(0.98 * 2**127)
+        network[3].weight[0] = 2.0**-114
+    engine = BookKeeping(model, cross_entropy, autocast=torch.bfloat16)
+    share = engine.clipped_sum(torch.ones(1, 1, 1, 1), torch.ones(1, dtype=torch.long), 1.0)
+    assert share.norms[0] > 1
+    assert torch.linalg.vector_norm(share.total.double()) <= 1 + 1e-6
+
+
 def test_a_scaled_gradient_in_half_precision_is_split_without_loss():
     gradients = torch.randn(100_000).mul(torch.logspace(-8, 8, 100_000)).bfloat16()
     factors = torch.rand(100_000)
