@@ -926,6 +926,13 @@ def test_a_model_that_fails_in_the_type_of_the_steps_is_found_before_them():
     assert engine.clipped_sum(torch.randn(3, 3), torch.zeros(3, dtype=torch.long), 1.0).total.any()
 
 
+def test_explain_tells_of_the_type_of_the_steps():
+    batch = torch.randn(2, 3), torch.zeros(2, dtype=torch.long)
+    whole, half = (explain(FlatModel(Picky(3, 2)), cross_entropy, *batch, autocast=t) for t in (None, torch.bfloat16))
+    assert [row.rule for row in whole] == ["ghost", "per-record"]
+    assert [row.why for row in half] == ["no half numbers here"] * 2
+
+
 def test_unknown_engine_lists_the_known_ones():
     with pytest.raises(ConfigError, match="book-keeping"):
         build(FlatModel(small()), cross_entropy, engine="fast")

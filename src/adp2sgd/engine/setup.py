@@ -265,9 +265,9 @@ def explain_gradients(config: Config) -> list[choose.Row]:
     setup = prepare(config.replace(privacy=Privacy()))
     rows = min(len(setup.task.train), config.batch_size)
     batch = setup.task.prepare(setup.task.train.inputs[:rows]), setup.task.train.targets[:rows]
-    copies = config.privacy.copies
+    copies, autocast = config.privacy.copies, AUTOCAST[config.precision]
     inputs, targets = (part.to(setup.device).repeat_interleave(copies, dim=0) for part in batch)
-    return choose.explain(setup.model, setup.task.loss, inputs, targets, copies=copies)
+    return choose.explain(setup.model, setup.task.loss, inputs, targets, copies=copies, autocast=autocast)
 
 
 class Accounted(Protocol):

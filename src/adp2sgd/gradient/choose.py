@@ -170,9 +170,12 @@ class Automatic:
         return engine
 
 
-def explain(model: FlatModel, loss: Loss, inputs: Tensor, targets: Tensor, *, copies: int = 1) -> list[Row]:
+def explain(
+    model: FlatModel, loss: Loss, inputs: Tensor, targets: Tensor, *, copies: int = 1,
+    autocast: torch.dtype | None = None,
+) -> list[Row]:  # fmt: skip
     """For each layer the rule that `auto` uses on a batch of this shape and type, and why."""
-    engine = Automatic(model, loss, copies=copies)
+    engine = Automatic(model, loss, copies=copies, autocast=autocast)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         chosen = engine.choose(inputs, targets)
@@ -182,7 +185,8 @@ def explain(model: FlatModel, loss: Loss, inputs: Tensor, targets: Tensor, *, co
             Row(layer=name, parameters=n, rule=type(chosen).__name__.lower(), why=engine.reason)
             for name, n in sizes.items()
         ]
-    recording = engine.bookkeeping.record(*(synthetic(like, len(like)) for like in (inputs, targets)))
+    inputs, targets = (synthetic(like, len(like)) for like in (inputs, targets))
+    recording = engine.bookkeeping.record(engine.bookkeeping.laid_out(inputs), targets)
     with torch.no_grad():
         recording.finish()
     rows = []
