@@ -433,6 +433,29 @@ def test_a_loss_that_diverged_is_no_rise_and_no_match() -> None:
     assert rise([*rows, longer]) == rise(rows)
 
 
+def test_runs_shorter_than_the_papers_settle_nothing() -> None:
+    def small(record: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        return other(record, **changes) | {"config": record["config"] | {"batch_size": 128}}
+
+    whole = resnet_row([90.0] * 4, [90.0] * 4)
+    compare, rise = partial(judges.comparable, judges.full, 3.0, 4), partial(judges.rises, judges.full, 4)
+    for judge in (compare, rise):
+        found = judge(whole)
+        assert found is not None
+        assert found.verdict != judges.SHORTER
+        assert (judge([small(record) for record in whole]) or found).verdict == judges.SHORTER
+        assert (judge([*whole[:-1], small(whole[-1])]) or found).verdict == found.verdict  # one that diverged, say
+        assert (judge([small(record, model="cnn") for record in whole]) or found).verdict == found.verdict
+    quick = [small(record, form="quick") for record in whole]
+    assert (judges.comparable(judges.small, 3.0, 4, quick) or judges.Finding("", "")).verdict == "holds"
+    case = [
+        small(slow_record(algorithm, variant, [1.0, 2.0], [0.2, 0.9]), sigma=1.0, engine="")
+        for algorithm in paper.ALGORITHMS
+        for variant in ("usual", "doubled")
+    ]
+    assert (judges.collapse(judges.full, case) or judges.Finding("", "")).verdict == judges.SHORTER
+
+
 def test_other_cnns_are_compared_where_sync_learned() -> None:
     def pairs(model: str, epochs: float, sync: float, asynchronous: float) -> list[dict[str, Any]]:
         row = resnet_row([sync] * 4, [asynchronous] * 4)
@@ -523,13 +546,14 @@ def test_predicted_consensus_by_hand() -> None:
 
 
 def slow_record(algorithm: str, variant: str, seconds: list[float], accuracy: list[float]) -> dict[str, Any]:
-    """ResNet-18 with 16 learners, 30 rounds of SYNC."""
+    """ResNet-18 with 16 learners, 30 rounds of SYNC, and batches so large that no run of the paper's saw more."""
     cell = {"form": "", "model": "resnet18", "algorithm": algorithm, "sigma": 2.0, "variant": variant}
     curve = {"seconds": seconds, "accuracy": accuracy, "loss": accuracy}
     speeds = {"kind": "one-slow", "factor": 10.0, "step_s": 1.0, "learner": 0}
     return {
         "study": "case2", "name": f"{algorithm}-{variant}", "cell": {**cell, "engine": "processes", "epochs": 300.0,
-        "seed": 0}, "config": {"learners": 16, "speeds": speeds}, "curve": curve, "real_seconds": seconds[-1],
+        "seed": 0}, "config": {"learners": 16, "speeds": speeds, "batch_size": 200_000}, "curve": curve,
+        "real_seconds": seconds[-1],
         "accuracy": accuracy[-1], "global_steps": 480, "steps": [3, *[32] * 14, 29],
     }  # fmt: skip
 
@@ -544,7 +568,10 @@ def test_the_race_to_a_quality_by_hand() -> None:
     ]
     steps, races = tables.slow_table(records)
     assert [row[5:] for row in steps.rows][1] == ["adpsgd", "30.0", "32.0", "1.067", "1.060", "80.00", "90.00", "3, 32"]
-    assert list(races.rows[0][5:]) == ["76.0% accuracy", "180.0", "12.0", "15.00", "9.44", "159%"]
+    assert list(races.rows[0][5:]) == ["76.0% accuracy", "180.0", "12.0", "15.00", "9.44", "159%", "159%"]
+    close = tables.race({"sync": records[1], "adpsgd": records[3]}, 0.01)  # 79.2 %
+    assert close is not None
+    assert (close.sync_s, close.adpsgd_s) == pytest.approx((100 + 100 * 0.192 / 0.2, 10 + 10 * 0.092 / 0.3))
     judge = partial(judges.slow_down, judges.full, 10.0, engine="processes")
     won = judge(records)
     race = "to 76.0% accuracy 15.00 times as fast as SYNC, 159% of 9.44"

@@ -148,8 +148,8 @@ CLAIMS = [
     ),
     *(
         Claim(
-            text=f"With clipping and an accountant (private mode) asynchronous as accurate as SYNC ({name}; 3 points "
-            "allowed)",
+            text=f"With clipping and an accountant (at z = 0 without) asynchronous as accurate as SYNC ({name}; 3 "
+            "points allowed)",
             paper="–", study="table1", command=f"adp2sgd reproduce table1 --private {options}",
             judge=partial(judges.comparable, partial(judges.private, form, model), 3.0, 4),
         )
@@ -206,6 +206,10 @@ CLAIMS = [
     Claim(
         text="The consensus lemma's bound (quadratic)", paper="bound on T₃", study="theory",
         command="adp2sgd reproduce theory", judge=theorems.consensus_bound,
+    ),
+    Claim(
+        text="Proposition 1's T makes C₃ of Theorem 1 at most 1 (L = ς² = υ² = 1, three graphs)", paper="C₃ ≤ 1",
+        study="theory", command="adp2sgd reproduce theory", judge=theorems.third_constant,
     ),
     Claim(
         text="Propositions 1 and 2 hold together (ResNet-18, ε = 9, and L = ς² = υ² = G = 1)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def cells(choice: Choice) -> list[Cell]:
     for times in () if choice.quick else (1, 2, 4):
         found.append(({"part": "rate", "steps": f"{times}x"}, partial(rate, times)))
     found.append(({"part": "conditions"}, conditions))
+    found.append(({"part": "proposition-1"}, proposition_1))
     found.append(({"part": "propositions"}, propositions))
     form = {"form": "quick" if choice.quick else ""}
     return [Cell(study="theory", identity={**form, **key}, measure=partial(_part, work)) for key, work in found]
@@ -212,6 +214,20 @@ def _largest_product(problem: theory.Problem) -> float:
         holds = not theory.theorem_1(problem, lr=middle / problem.batch_size, steps=1).failed
         low, high = (middle, high) if holds else (low, middle)
     return low
+
+
+def proposition_1() -> dict[str, Any]:
+    """C₃ of Theorem 1 at the least T and the learning rate of Proposition 1."""
+    rows = []
+    for name, graph in GRAPHS.items():
+        for learners, staleness in ((4, 4), (4, 100), (16, 16), (16, 100)):
+            rho = topology.build(graph, learners).rho
+            answer = theory.proposition_1(replace(_paper_problem(1, rho, staleness), learners=learners))
+            rows.append({
+                "graph": name, "learners": learners, "staleness": staleness, "least_steps": answer.least_steps,
+                "c3": answer.theorem.c3,
+            })  # fmt: skip
+    return {"rows": rows}
 
 
 def propositions() -> dict[str, Any]:

@@ -39,6 +39,16 @@ def _verdict(right: Sequence[bool]) -> str:
     return HOLDS if all(right) else PARTLY if any(right) else FAILS
 
 
+def _settled(verdict: str, files: Sequence[Record]) -> str:
+    """The verdict; but runs of the paper's recipe that saw fewer records than the paper's settle nothing."""
+    cell = files[0]["cell"]
+    if cell.get("form") or "sigma" not in cell or cell["model"] not in paper.MODELS:
+        return verdict
+    data = paper.family(cell["model"])
+    seen = max(record.get("global_steps", 0) * record["config"]["batch_size"] for record in files)
+    return SHORTER if seen < 0.99 * paper.EPOCHS[data] * paper.SAMPLES[data] else verdict
+
+
 def full(records: Sequence[Record], model: str | None = None, momentum: float = 0.0) -> list[Record]:
     """The paper's recipe at its own size, of all models or of one."""
     return _chosen(records, form="", model=model, momentum=momentum)
@@ -165,7 +175,8 @@ def comparable(choose: Choose, allowed: float, needed: int, records: Sequence[Re
         text = DIVERGED if gap is None else signed(gap, 3 if by_loss else 2)
         seeds = f" (mean of {len(pairs)} seeds)" if len(pairs) > 1 else ""
         parts.append(f"{text} at {letter} = {noise:g}{seeds}")
-    return Finding("async − SYNC " + ", ".join(parts), _verdict(within), _files(chain(*found.values())))
+    files = _files(chain(*found.values()))
+    return Finding("async − SYNC " + ", ".join(parts), _settled(_verdict(within), files), files)
 
 
 def recipe(records: Sequence[Record]) -> Finding | None:
@@ -236,7 +247,8 @@ def rises(choose: Choose, needed: int, records: Sequence[Record]) -> Finding | N
         values = [_mean([pair[algorithm] for pair in pairs]) for pairs in found.values()]
         steady.append(values == sorted(values) and math.isfinite(values[-1]))
         texts.append(f"{name} {', '.join(f'{v:.3f}' if math.isfinite(v) else 'diverged' for v in values)}")
-    return Finding("; ".join(texts), _verdict(steady), _files(chain(*found.values())))
+    files = _files(chain(*found.values()))
+    return Finding("; ".join(texts), _settled(_verdict(steady), files), files)
 
 
 # --- The three cases ---
@@ -289,7 +301,8 @@ def collapse(choose: Choose, records: Sequence[Record]) -> Finding | None:
     verdict = FAILS  # where the usual runs diverged there is nothing to compare with
     if not any(record.get("diverged") for record in usual.values()):
         verdict = _collapsed({a: _learns(doubled[a], usual[a]) for a in paper.ALGORITHMS})
-    return Finding(", ".join(words), verdict, _files([doubled, usual]))
+    files = _files([doubled, usual])
+    return Finding(", ".join(words), _settled(verdict, files), files)
 
 
 def collapse_of_senet(records: Sequence[Record]) -> Finding | None:

@@ -87,6 +87,15 @@ def proposition_steps(records: Sequence[Record]) -> Finding | None:
     return Finding(text, FAILS if asked < least else HOLDS, [found])
 
 
+def third_constant(records: Sequence[Record]) -> Finding | None:
+    found = _rows(records, "proposition-1")
+    if found is None:
+        return None
+    row = max(found["rows"], key=lambda r: float(r["c3"]))
+    text = f"up to {row['c3']:.3f} ({row['graph']}, {row['learners']} learners, τ = {row['staleness']})"
+    return Finding(text, FAILS if row["c3"] > 1 else HOLDS, [found])
+
+
 def theorem_1_covers(records: Sequence[Record]) -> Finding | None:
     found = _rows(records, "conditions")
     if found is None:
