@@ -18,6 +18,7 @@ from adp2sgd.privacy import ledger
 from adp2sgd.privacy.accountant import epsilon
 from adp2sgd.privacy.budget import Budget, plan
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
+from adp2sgd.privacy.statement import statement
 
 EIGHT = Privacy(mode="private", epsilon=8.0, noise_multiplier=2.0, delta=1e-5)
 
@@ -285,10 +286,45 @@ def test_a_sites_ledger_lasts_over_runs(two_sites: Config, tmp_path: Path) -> No
         "two-hospitals-north.jsonl",
         "two-hospitals-south.jsonl",
     ]
+    north = str(tmp_path / "ledgers" / "two-hospitals-north.jsonl")
+    assert [any(north in note for note in run.notes) for run in (first, second)] == [True, False]  # when it is new
+    assert first.guarantee["epsilon_before"] == 0
+    before, after = first.guarantee["epsilon_spent"], second.guarantee["epsilon_spent"]
+    assert second.guarantee["epsilon_before"] == pytest.approx(before)
+    assert f"spent {after:.4g} ({before:.4g} of it before this run)" in second.guarantee["text"]
+    assert [row.site for row in statement(tmp_path / "ledgers", 1e-4)] == ["north", "south"]
+    assert max(row.epsilon for row in statement(tmp_path / "ledgers", 1e-4)) == pytest.approx(after)
     with pytest.raises(ConfigError, match=r"privacy\.ledger"):
         simulate(settings.replace(seed=1))
     with pytest.raises(ConfigError, match=r"privacy\.dataset"):
         simulate(settings.replace(privacy=settings.privacy.replace(dataset=None)))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_statement_of_what_a_run_has_spent(shared: bool, two_sites: Config, tmp_path: Path) -> None:
+    own = two_sites.privacy if shared else two_sites.privacy.replace(ledger=None, dataset=None)
+    run = simulate(two_sites.replace(privacy=own), tmp_path / "run")
+    rows = statement(tmp_path / "run")
+    assert [row.epsilon for row in rows] == pytest.approx([each.epsilon_spent for each in run.learners])
+    assert [row.steps for row in rows] == [each.steps for each in run.learners]
+    assert {(row.delta, row.adjacency) for row in rows} == {(1e-4, "add-remove")}
+    assert statement(Path(rows[1].ledger), 1e-4) == rows[1:]
+    assert statement(tmp_path / "run", 1e-6)[0].epsilon > rows[0].epsilon
+    assert statement(tmp_path / "run", adjacency="replace-one")[0].epsilon > rows[0].epsilon
+
+
+def test_a_statement_needs_a_ledger_and_a_delta(two_sites: Config, tmp_path: Path) -> None:
+    kept = tmp_path / "south.jsonl"
+    ledger.Ledger.open(kept, dataset="two hospitals", site="south").close()
+    assert [(row.steps, row.epsilon) for row in statement(kept, 1e-5)] == [(0, 0.0)]
+    with pytest.raises(ConfigError, match="--delta"):
+        statement(kept)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no ledger"):
+        statement(tmp_path / "empty", 1e-5)
+    simulate(two_sites.replace(privacy=Privacy()), tmp_path / "plain")
+    with pytest.raises(ConfigError, match="without a privacy guarantee"):
+        statement(tmp_path / "plain", 1e-5)
 
 
 def test_a_ledger_in_use_blocks_neither_the_others_nor_the_folder(two_sites: Config, tmp_path: Path) -> None:

@@ -191,6 +191,19 @@ def test_models_and_explain(command: Command) -> None:
     assert {"layer", "parameters", "rule", "why"} == set(rules[0])
 
 
+def test_what_was_spent(command: Command) -> None:
+    private = ["privacy.mode=private", "privacy.noise_multiplier=2", "privacy.delta=1e-4", "epochs=0.2", "seed=1"]
+    settings = [part for each in private for part in ("--set", each)]
+    assert command("simulate", *settings, "--out", "run", "--quiet")[0] == 0
+    rows = command.json("privacy", "spent", "run")
+    assert [row["ledger"] for row in rows][:2] == ["run/learner-0/ledger.jsonl", "run/learner-1/ledger.jsonl"]
+    assert rows[0]["epsilon"] > 0
+    assert f"{rows[0]['epsilon']:.4g}" in command("privacy", "spent", "run")[1]
+    assert command("privacy", "spent", "run/learner-0/ledger.jsonl")[::2] == (
+        2, "adp2sgd: error: a ledger holds steps, and their ε depends on δ; give --delta\n",
+    )  # fmt: skip
+
+
 def test_version(command: Command) -> None:
     assert command("--version")[1].startswith("adp2sgd 0.1")
 

@@ -211,7 +211,7 @@ def test_cifar10_refuses_damaged_files(kind: str, tmp_path: Path, monkeypatch: p
     with refused(path.name, "md5", "fetch it again"):
         cifar10.load(tmp_path)
     path.unlink()
-    with refused(path.name, "cannot read", "complete the folder"):
+    with refused(path.name, "cannot read", "correct the path"):
         cifar10.load(tmp_path)
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adp2sgd import config, topology
+from adp2sgd import config, load_model, topology
 from adp2sgd.config import Config, Data, Network, Optimizer, Speeds, Topology
 from adp2sgd.engine import simulate, train
 from adp2sgd.engine.setup import prepare
@@ -385,6 +385,12 @@ def test_the_model_of_a_run_is_torchs_own(task: str, tmp_path: Path) -> None:
     assert float(right.float().mean()) == pytest.approx(run.accuracy, abs=1e-6)
     assert run.accuracy is not None
     assert run.accuracy > 0.3
+    ours = load_model(tmp_path / "run")
+    assert not ours.training
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), module.parameters(), strict=True))
+    (tmp_path / "run/model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="finished run"):
+        load_model(tmp_path / "run")
 
 
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from adp2sgd.data.feed import Ahead, Feed, Resident, feed
 from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate
 from adp2sgd.engine.fit import check_fit
-from adp2sgd.errors import ConfigError, DivergedError, PrivacyError
+from adp2sgd.errors import ConfigError, DataError, DivergedError, PrivacyError
 from adp2sgd.flat import FlatModel
 from adp2sgd.privacy.streams import Streams
 from adp2sgd.task import IMAGE_MODELS, Task, resolve
@@ -127,7 +127,8 @@ def test_augmentation_only_where_configured() -> None:
         ("heart", {"limit": 0}, ("limit = 0", "at least 1")),
         ("heart", {"limit": "3"}, ("options.limit", "whole number")),
         ("heart", {"augment": True}, ("augment", "images")),
-        ("heart", {"depth": 3}, ("depth", "inputs, classes")),
+        ("heart", {"depth": 3}, ("options.depth", "heart/logistic", "only, limit, augment")),
+        ("table/mlp", {"inputs": 7}, ("options.inputs", "table/mlp", "it takes: hidden", "path, label")),
         ("cifar10/resnet18", {"norm": "layer"}, ("layer", "batch, group")),
         ("speech", {"normalize": "utterance"}, ("utterance", "speaker")),
         ("speech", {"classes": 3.5}, ("options.classes", "whole number")),
@@ -161,8 +162,29 @@ def test_private_mode_refuses_what_was_fitted_on_records(tmp_path: Path) -> None
     private = Privacy(mode="private", noise_multiplier=1.0, delta=1e-4)
     config = Config(task="table", learners=2, epochs=1, batch_size=8, options={"path": str(path), "label": "ill"})
     assert simulate(config.replace(seed=0)).accuracy is not None
-    with pytest.raises(PrivacyError, match="mean and deviation of 'age'"):
+    with pytest.raises(PrivacyError, match=r"mean and deviation of 'age' \(declare options\.ranges\)") as caught:
         simulate(config.replace(privacy=private))
+    assert "options.ignore" in str(caught.value)
+
+
+def test_columns_of_a_table_can_be_ignored(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "patients.csv", patients())
+    options: dict[str, Any] = {"path": str(path), "label": "ill"}
+    whole, part = (resolve("table", options | {"ignore": names}) for names in ([], ["kind"]))
+    assert "'kind'" in str(whole.fitted)
+    assert "'kind'" not in str(part.fitted)
+    assert part.train.inputs.shape[1] < whole.train.inputs.shape[1]
+    assert len(part.train) == len(whole.train)
+    with pytest.raises(ConfigError, match="column 'king' is not in"):
+        resolve("table", options | {"ignore": ["king"]})
+
+
+def test_a_value_that_is_no_number_is_named(tmp_path: Path) -> None:
+    columns = patients()
+    columns["age"][4] = "old"
+    path = write_table(tmp_path / "patients.csv", columns)
+    with pytest.raises(DataError, match="column 'age', record 5: 'old' is no number"):
+        resolve("table", {"path": str(path), "label": "ill", "ranges": {"age": [0, 100]}})
 
 
 def test_images_of_the_users_own(tmp_path: Path) -> None:

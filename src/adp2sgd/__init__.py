@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from adp2sgd.config import Config, Data, Network, Optimizer, Privacy, Speeds, Topology, Warmup, load, loads
     from adp2sgd.data.records import Records
     from adp2sgd.engine.local import train
+    from adp2sgd.engine.setup import load_model
     from adp2sgd.engine.simulate import simulate
     from adp2sgd.errors import Adp2sgdError
     from adp2sgd.privacy.calibrate import noise_for, steps_for
@@ -30,6 +31,7 @@ __all__ = [
     "Topology",
     "Warmup",
     "load",
+    "load_model",
     "loads",
     "noise_for",
     "read_result",
@@ -43,6 +45,7 @@ _HOMES = {
     "Records": "data.records",
     "Run": "record",
     "Task": "task",
+    "load_model": "engine.setup",
     "noise_for": "privacy.calibrate",
     "read_result": "record",
     "simulate": "engine.simulate",

@@ -319,6 +319,29 @@ def privacy_steps(
     _print_budget(spent, noise_multiplier, sample_rate, steps, json)
 
 
+@privacy.command("spent", epilog="Example: adp2sgd privacy spent runs/first")
+def privacy_spent(
+    path: Annotated[Path, typer.Argument(help="The folder of a run, a folder of ledgers, or a ledger.")],
+    delta: Annotated[Optional[float], typer.Option(help="Well below 1/records (default: the run's).")] = None,  # noqa: UP045
+    adjacency: Annotated[Optional[str], typer.Option(help="add-remove or replace-one (default: the run's)")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """What each ledger has spent, in all runs that it covers. Steps that are reserved count."""
+    from dataclasses import asdict
+
+    from adp2sgd import view
+    from adp2sgd.privacy.statement import statement
+
+    with view.waiting("composing the steps"):
+        rows = statement(path, delta, adjacency)
+    if json:
+        view.print_json([asdict(row) for row in rows])
+        return
+    shown = [(row.dataset, row.site, f"{row.steps:,}", f"{row.epsilon:.4g}", row.ledger) for row in rows]
+    title = f"spent at δ = {rows[0].delta:g} ({rows[0].adjacency})"
+    view.table(title, ["data set", "site", "steps", "ε", "ledger"], shown)
+
+
 @privacy.command(
     "theorem",
     epilog="Example: adp2sgd privacy theorem --epsilon 9 --delta 1e-5 --learners 16 --smallest-shard 3125 "

@@ -114,6 +114,7 @@ class Family:
     augment: bool = False  # crop and mirror the training images where the user does not say
 
 
+FROM_DATA = ("classes", "inputs", "channels", "size")  # of a model's options
 TABLE_MODELS = ("logistic", "mlp")
 IMAGE_MODELS = ("cnn", *(name for name in models.MODELS if name not in ("cnn", "lstm")))
 FAMILIES = {
@@ -145,8 +146,12 @@ def from_files(
     family = FAMILIES[name]
     model = model or family.models[0]
     _check_model(name, model, family.models)
-    taken = inspect.signature(family.load).parameters.keys() & options.keys()
-    source = _load(name, family, {key: options.pop(key) for key in taken})
+    loads, builds = (inspect.signature(made).parameters for made in (family.load, models.MODELS[model]))
+    known = [*(key for key in builds if key not in FROM_DATA), *loads, "only", "limit", "augment"]
+    for key in options:
+        if key not in known:
+            raise ConfigError(f'options.{key} is unknown to task "{name}/{model}"; it takes: {", ".join(known)}')
+    source = _load(name, family, {key: options.pop(key) for key in loads.keys() & options.keys()})
     if augment and source.train.inputs.dim() != 4:
         raise ConfigError(f'options.augment = true is for images, and task = "{name}" has none; remove it')
     return Task(

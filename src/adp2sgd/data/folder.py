@@ -110,7 +110,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read {path} ({error.strerror}); complete the folder or remove it") from error
+        raise DataError(f"cannot read {path.absolute()} ({error.strerror}); correct the path or restore it") from error
 
 
 def check_md5(content: bytes, md5: str, path: Path) -> None:

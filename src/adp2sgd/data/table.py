@@ -42,9 +42,10 @@ def load(
     split: str | None = None,
     ranges: Mapping[str, tuple[float, float]] | None = None,
     categories: Mapping[str, Sequence[object]] | None = None,
+    ignore: Sequence[str] = (),
     test_fraction: float = 0.25,
 ) -> Source:
-    """Inputs float32 [n, features]: every column but `label`, `site` and `split`, in the file's order.
+    """Inputs float32 [n, features]: every column but `label`, `site`, `split` and `ignore`, in the file's order.
 
     `path` is one file, or a folder with one file per site. Numbers are scaled from `ranges[column]` to [−1, 1] and
     clipped, `categories[column]` are one-hot, and each column has an indicator of being missing. What is not declared
@@ -56,13 +57,13 @@ def load(
     named = {"label": label, "site": site, "split": split}
     declared = {name: [str(value) for value in values] for name, values in (categories or {}).items()}
     schema = _Schema(ranges=ranges or {}, categories=declared)
-    for name in [*(name for name in named.values() if name), *schema.ranges, *schema.categories]:
+    for name in [*(name for name in named.values() if name), *schema.ranges, *schema.categories, *ignore]:
         if name not in table:
             raise ConfigError(f"column {name!r} is not in {path}; it has {list(table)}")
     test = _test_rows(table, split, test_fraction)
     targets, names = _targets(table[label], label, classes, schema)
     owners, site_names = _codes(table[site]) if site else (None, ())
-    features = [name for name in table if name not in named.values()]
+    features = [name for name in table if name not in {*named.values(), *ignore}]
     if not features:
         raise DataError(f"{path} has no column besides {[n for n in named.values() if n]}; add the features")
     inputs = np.concatenate([_encode(name, table[name], ~test, schema) for name in features], axis=1)
@@ -156,7 +157,7 @@ def _targets(
     if classes is None:
         if any(value in MISSING for value in column):
             raise DataError(f"column {label!r} lacks a label; drop such records")
-        schema.fitted.append(f"classes of {label!r}")
+        schema.fitted.append(f"classes of {label!r} (declare options.classes)")
         return _codes(column)
     index = {str(name): i for i, name in enumerate(classes)}
     for value in column:
@@ -189,10 +190,10 @@ def _encode(name: str, column: Column, train: Bools, schema: _Schema) -> Floats:
 def _fit(name: str, column: Column, missing: Bools, train: Bools, schema: _Schema) -> Floats:
     """Not declared: standardize numbers by the training records, or take the categories that occur."""
     if not _numeric(column, missing):
-        schema.fitted.append(f"categories of {name!r}")
+        schema.fitted.append(f"categories of {name!r} (declare options.categories, or options.ignore it)")
         known = sorted({value for value, gone in zip(column, missing, strict=True) if not gone})
         return _one_hot(name, column, missing, known)
-    schema.fitted.append(f"mean and deviation of {name!r}")
+    schema.fitted.append(f"mean and deviation of {name!r} (declare options.ranges)")
     numbers = _numbers(name, column, missing)
     seen = numbers[train & ~missing]
     mean, std = (seen.mean(), seen.std()) if len(seen) else (0.0, 1.0)
@@ -209,10 +210,14 @@ def _numeric(column: Column, missing: Bools) -> bool:
 
 def _numbers(name: str, column: Column, missing: Bools) -> Floats:
     """The column as numbers, zero where missing."""
-    try:
-        numbers = np.array([0.0 if gone else float(value) for value, gone in zip(column, missing, strict=True)])
-    except ValueError as error:
-        raise DataError(f"column {name!r}: {error}; correct the value or declare its categories") from error
+    numbers = np.zeros(len(column))
+    for row in np.flatnonzero(~missing):
+        try:
+            numbers[row] = float(column[row])
+        except ValueError:
+            raise DataError(
+                f"column {name!r}, record {row + 1}: {column[row]!r} is no number; correct it or declare its categories"
+            ) from None
     if not np.isfinite(numbers).all():
         raise DataError(f"column {name!r} holds an infinite number; correct it or leave it empty")
     return numbers

@@ -55,7 +55,10 @@ def read(folder: Folder) -> Saved:
     if (folder.path / "result.json").exists():
         raise RunError(f"{folder.path} holds a finished run; its result is in result.json")
     if not (folder.path / NAME).exists():
-        raise RunError(f"{folder.path} holds no checkpoint to go on from; start the run with another --out")
+        raise RunError(
+            f"{folder.path} holds no checkpoint of `simulate` to go on from; if it is a run of `train`, resume it "
+            "with that, else start the run with another --out"
+        )
     return Saved(*folder.load_tensors(NAME))
 
 

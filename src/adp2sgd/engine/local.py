@@ -84,7 +84,7 @@ def train(
         if supervisor.interrupted and supervisor.global_steps < setup.target_steps:
             raise InterruptedRunError(
                 f"interrupted at epoch {setup.epoch(supervisor.global_steps):.2f}; nothing is lost: "
-                f"go on with --resume {home.path}"
+                f"go on with adp2sgd train --resume {home.path}"
             )
         return _result(supervisor, home)
 
@@ -106,7 +106,10 @@ def _read_session(home: Folder) -> dict[str, Any]:
     try:
         kept: dict[str, Any] = json.loads((home.path / SESSION).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise RunError(f"{home.path} holds no run of `train` to go on with; start it with another --out") from None
+        raise RunError(
+            f"{home.path} holds no run of `train` to go on with; if it is one of `simulate`, resume it with that, "
+            "else start it with another --out"
+        ) from None
     return kept
 
 

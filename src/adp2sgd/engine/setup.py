@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adp2sgd import topology
 from adp2sgd.config import Config, Privacy
@@ -260,6 +260,16 @@ def _slug(text: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in text)
 
 
+def load_model(folder: str | Path) -> nn.Module:
+    """The average model θ of a finished run, in evaluation mode. It reads what the task's `prepare` gives."""
+    home = Folder.open(folder)
+    if not (home.path / "model.safetensors").exists():
+        raise ConfigError(f"{folder} holds no model.safetensors; give the folder of a finished run")
+    model = resolve(home.settings.task, home.settings.options).model()
+    model.load_state_dict(home.load_tensors("model.safetensors")[0])
+    return model.eval()
+
+
 def explain_gradients(config: Config) -> list[choose.Row]:
     """How private mode would take the gradients of each layer of the configured model."""
     setup = prepare(config.replace(privacy=Privacy()))
@@ -309,7 +319,11 @@ def finish(
         learners=results,
         sites=_by_site(setup, theta),
         curve=curve,
-        notes=(*setup.notes, *_capped(learners, whole=last.global_steps >= setup.target_steps)),
+        notes=(
+            *setup.notes,
+            *_capped(learners, whole=last.global_steps >= setup.target_steps),
+            *_new(config, learners),
+        ),
         versions=versions(),
         folder=folder,
     )
@@ -332,6 +346,15 @@ def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
     ]
 
 
+def _new(config: Config, learners: Sequence[Accounted]) -> list[str]:
+    """Which of the sites' ledgers began with this run: one in a wrong folder or of a wrong name would."""
+    budgets = [each.budget for each in learners if config.privacy.ledger is not None and each.budget is not None]
+    new = [str(budget.ledger) for budget in budgets if not budget.plan.before.parts]
+    if not new:
+        return []
+    return [f"these ledgers began with this run and know of nothing that was spent before: {', '.join(new)}"]
+
+
 def _guarantee(learners: Sequence[Accounted]) -> Any:
     """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
     spent, and the largest that was."""
@@ -340,7 +363,8 @@ def _guarantee(learners: Sequence[Accounted]) -> Any:
         return "none"
     most = max(found, key=lambda each: each.epsilon_spent)
     weakest = max(found, key=lambda each: each.epsilon)
-    weakest = replace(weakest, epsilon_spent=most.epsilon_spent, steps=most.steps, max_steps=most.max_steps)
+    told = {name: getattr(most, name) for name in ("epsilon_spent", "epsilon_before", "steps", "max_steps")}
+    weakest = replace(weakest, **told)
     valid_if = "no record lies at two learners"
     return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}
 

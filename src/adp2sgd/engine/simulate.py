@@ -131,7 +131,7 @@ class Simulation:
                     self.checkpoint()
                     raise InterruptedRunError(
                         f"interrupted at epoch {self.setup.epoch(self.global_steps):.2f}; nothing is lost: "
-                        f"go on with --resume {self.folder.path}"
+                        f"go on with adp2sgd simulate --resume {self.folder.path}"
                     )
             self.drain()
             return self._result()  # the steps are done: an interruption now waits for the result

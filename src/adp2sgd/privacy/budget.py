@@ -155,6 +155,10 @@ class Budget:
         return self._failure
 
     @property
+    def ledger(self) -> Path:
+        return self._ledger.path
+
+    @property
     def steps(self) -> int:
         """Steps drawn or possibly drawn in this run, over all its starts."""
         return self.plan.max_steps - self._left - self._ledger.remaining
@@ -194,6 +198,7 @@ class Budget:
             steps=self.steps,
             max_steps=self.plan.max_steps,
             seeded=self.seeded,
+            epsilon_before=self.plan.spent_after(0).epsilon if self.plan.before.parts else 0.0,
             note=at_cap.note,
         )
 

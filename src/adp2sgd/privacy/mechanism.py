@@ -92,8 +92,8 @@ def beside_count(noise_multiplier: float, count_noise: float) -> float:
 class Guarantee:
     """What one learner's data are promised: (`epsilon`, `delta`) at the cap `max_steps`, for one `unit` of data.
 
-    `epsilon_spent` describes the `steps` really taken. It is not chosen before training, so it is a report and not
-    the guarantee.
+    `epsilon_spent` describes the `steps` really taken, on top of the `epsilon_before` of earlier runs on the same data.
+    It is not chosen before training, so it is a report and not the guarantee.
     """
 
     epsilon: float
@@ -105,6 +105,7 @@ class Guarantee:
     steps: int
     max_steps: int
     seeded: bool
+    epsilon_before: float = 0.0
     unit: str = "record"
     threat_model: str = THREAT_MODEL
     note: str = ""
@@ -112,7 +113,9 @@ class Guarantee:
     def __str__(self) -> str:
         seed = "; seeded: ε describes the mechanism, not this run" if self.seeded else ""
         note = f"; {self.note}" if self.note else ""
+        before = f" ({self.epsilon_before:.4g} of it before this run)" if self.epsilon_before else ""
         return (
             f"ε = {self.epsilon:.4g} at δ = {self.delta:g} per {self.unit} ({self.adjacency}, {self.accountant}, "
-            f"{self.sampler}), spent {self.epsilon_spent:.4g} in {self.steps} of {self.max_steps} steps{note}{seed}"
+            f"{self.sampler}), spent {self.epsilon_spent:.4g}{before} in {self.steps} of {self.max_steps} steps"
+            f"{note}{seed}"
         )
