@@ -293,6 +293,7 @@ def test_a_sites_ledger_lasts_over_runs(two_sites: Config, tmp_path: Path) -> No
     assert second.guarantee["epsilon_before"] == pytest.approx(before)
     assert f"spent {after:.4g} ({before:.4g} of it before this run)" in second.guarantee["text"]
     assert [row.site for row in statement(tmp_path / "ledgers", 1e-4)] == ["north", "south"]
+    assert [each.site for each in second.learners] == ["north", "south"]
     assert max(row.epsilon for row in statement(tmp_path / "ledgers", 1e-4)) == pytest.approx(after)
     with pytest.raises(ConfigError, match=r"privacy\.ledger"):
         simulate(settings.replace(seed=1))

@@ -64,6 +64,7 @@ class LearnerResult:
     epsilon_spent: float | None = None
     max_steps: int | None = None
     clip_norm: float | None = None  # private mode: C after the last step
+    site: str | None = None  # where each learner has one site's records
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ def print_run(run: Run) -> None:
     private = any(each.epsilon is not None for each in run.learners)
     rows = []
     for each in run.learners[:32]:
-        row = [str(each.learner), f"{each.steps:,}", f"{each.share:.1%}"]
+        row = [" ".join(filter(None, (str(each.learner), each.site))), f"{each.steps:,}", f"{each.share:.1%}"]
         row += [f"{each.staleness_mean:.1f} / {each.staleness_max}", f"{each.exchanges:,}", f"{each.busy:,}"]
         row += [quality(each.accuracy, each.loss)]
         row += [epsilon(each)] if private else []

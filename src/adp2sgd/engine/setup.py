@@ -92,6 +92,13 @@ class Setup:
     def epoch(self, global_steps: int) -> float:
         return global_steps / self.steps_per_epoch
 
+    def site(self, learner: int) -> str | None:
+        """Whose records the learner has, where each has one site's."""
+        train = self.task.train
+        if self.config.data.partition != "site" or train.sites is None:
+            return None
+        return train.site_names[int(train.sites[self.shards[learner][0]])]
+
 
 def prepare(config: Config, seed: int | None = None) -> Setup:
     """Load the task, split its records and build the model, all from the public seed (the configuration's if it has
@@ -242,13 +249,11 @@ def _ledger(setup: Setup, number: int, folder: Path) -> tuple[Path, str]:
     """Where learner `number` keeps its ledger, and its site's name: in its `folder`, or with the site's in
     `privacy.ledger`."""
     config = setup.config
-    path, site = folder / "ledger.jsonl", str(number)
-    if config.privacy.ledger is not None:
-        sites = setup.task.train.sites
-        assert sites is not None  # the partition is by site
-        site = setup.task.train.site_names[int(sites[setup.shards[number][0]])]
-        path = Path(config.privacy.ledger).expanduser() / f"{_slug(_dataset(config))}-{_slug(site)}.jsonl"
-    return path, site
+    site = setup.site(number)
+    if config.privacy.ledger is None:
+        return folder / "ledger.jsonl", str(number)
+    assert site is not None  # the partition is by site
+    return Path(config.privacy.ledger).expanduser() / f"{_slug(_dataset(config))}-{_slug(site)}.jsonl", site
 
 
 def _dataset(config: Config) -> str:
@@ -316,7 +321,7 @@ def finish(
         guarantee=_guarantee(learners),
         guarantee_why=_why_none(config, learners),
         noise_source=learners[0].noise_source,
-        learners=results,
+        learners=tuple(replace(each, site=setup.site(each.learner)) for each in results),
         sites=_by_site(setup, theta),
         curve=curve,
         notes=(
