@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -288,10 +289,10 @@ def test_a_sites_ledger_lasts_over_runs(two_sites: Config, tmp_path: Path) -> No
     ]
     north = str(tmp_path / "ledgers" / "two-hospitals-north.jsonl")
     assert [any(north in note for note in run.notes) for run in (first, second)] == [True, False]  # when it is new
-    assert first.guarantee["epsilon_before"] == 0
+    assert first.guarantee["epsilon_others"] == 0
     before, after = first.guarantee["epsilon_spent"], second.guarantee["epsilon_spent"]
-    assert second.guarantee["epsilon_before"] == pytest.approx(before)
-    assert f"spent {after:.4g} ({before:.4g} of it before this run)" in second.guarantee["text"]
+    assert second.guarantee["epsilon_others"] == pytest.approx(before)
+    assert f"spent {after:.4g} ({before:.4g} of it by other runs)" in second.guarantee["text"]
     assert [row.site for row in statement(tmp_path / "ledgers", 1e-4)] == ["north", "south"]
     assert [each.site for each in second.learners] == ["north", "south"]
     assert max(row.epsilon for row in statement(tmp_path / "ledgers", 1e-4)) == pytest.approx(after)
@@ -302,8 +303,11 @@ def test_a_sites_ledger_lasts_over_runs(two_sites: Config, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_statement_of_what_a_run_has_spent(shared: bool, two_sites: Config, tmp_path: Path) -> None:
-    own = two_sites.privacy if shared else two_sites.privacy.replace(ledger=None, dataset=None)
+def test_a_statement_of_what_a_run_has_spent(
+    shared: bool, two_sites: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = two_sites.privacy.replace(**({"ledger": "ledgers"} if shared else {"ledger": None, "dataset": None}))
     run = simulate(two_sites.replace(privacy=own), tmp_path / "run")
     rows = statement(tmp_path / "run")
     assert [row.epsilon for row in rows] == pytest.approx([each.epsilon_spent for each in run.learners])
@@ -311,7 +315,29 @@ def test_a_statement_of_what_a_run_has_spent(shared: bool, two_sites: Config, tm
     assert {(row.delta, row.adjacency) for row in rows} == {(1e-4, "add-remove")}
     assert statement(Path(rows[1].ledger), 1e-4) == rows[1:]
     assert statement(tmp_path / "run", 1e-6)[0].epsilon > rows[0].epsilon
+    shutil.copytree(tmp_path / "run", tmp_path / "elsewhere" / "run")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert [row.epsilon for row in statement(Path("run"))] == [row.epsilon for row in rows]
     assert statement(tmp_path / "run", adjacency="replace-one")[0].epsilon > rows[0].epsilon
+    Path(rows[1].ledger).unlink()
+    with pytest.raises(LedgerError, match="cannot be read"):
+        statement(tmp_path / "run")
+
+
+def test_a_run_that_resumes_elsewhere_takes_no_other_ledger(
+    two_sites: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative folder of ledgers is another one there, which may hold a ledger of the same name."""
+    settings = two_sites.replace(privacy=two_sites.privacy.replace(ledger="ledgers"))
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        made = setup.prepare(settings)
+        folder = tmp_path / name / "learner-0"
+        folder.mkdir()
+        setup.open_budget(made, 0, folder).close()
+    with pytest.raises(LedgerError, match=r"charged to .*here/ledgers/two-hospitals-north\.jsonl, not to .*there/"):
+        setup.open_budget(made, 0, tmp_path / "here" / "learner-0")
 
 
 def test_a_statement_needs_a_ledger_and_a_delta(two_sites: Config, tmp_path: Path) -> None:
@@ -321,8 +347,14 @@ def test_a_statement_needs_a_ledger_and_a_delta(two_sites: Config, tmp_path: Pat
     with pytest.raises(ConfigError, match="--delta"):
         statement(kept)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "events.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="holds no ledger"):
         statement(tmp_path / "empty", 1e-5)
+    (tmp_path / "empty" / "torn.jsonl").write_text('{"ledg')
+    with pytest.raises(LedgerError, match="damaged at line 1"):
+        statement(tmp_path / "empty", 1e-5)
+    with pytest.raises(PrivacyError, match="delta"):
+        statement(kept, 5.0)
     simulate(two_sites.replace(privacy=Privacy()), tmp_path / "plain")
     with pytest.raises(ConfigError, match="without a privacy guarantee"):
         statement(tmp_path / "plain", 1e-5)

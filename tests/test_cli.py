@@ -198,7 +198,9 @@ def test_what_was_spent(command: Command) -> None:
     rows = command.json("privacy", "spent", "run")
     assert [row["ledger"] for row in rows][:2] == ["run/learner-0/ledger.jsonl", "run/learner-1/ledger.jsonl"]
     assert rows[0]["epsilon"] > 0
-    assert f"{rows[0]['epsilon']:.4g}" in command("privacy", "spent", "run")[1]
+    told = command("privacy", "spent", "run")[1]
+    assert f"{rows[0]['epsilon']:.4g}" in told
+    assert "note: the run is seeded" in told
     assert command("privacy", "spent", "run/learner-0/ledger.jsonl")[::2] == (
         2, "adp2sgd: error: a ledger holds steps, and their ε depends on δ; give --delta\n",
     )  # fmt: skip

@@ -128,7 +128,7 @@ def test_augmentation_only_where_configured() -> None:
         ("heart", {"limit": "3"}, ("options.limit", "whole number")),
         ("heart", {"augment": True}, ("augment", "images")),
         ("heart", {"depth": 3}, ("options.depth", "heart/logistic", "only, limit, augment")),
-        ("table/mlp", {"inputs": 7}, ("options.inputs", "table/mlp", "it takes: hidden", "path, label")),
+        ("table/mlp", {"inputs": 7}, ("options.inputs", "table/mlp", "hidden", "path, label")),
         ("cifar10/resnet18", {"norm": "layer"}, ("layer", "batch, group")),
         ("speech", {"normalize": "utterance"}, ("utterance", "speaker")),
         ("speech", {"classes": 3.5}, ("options.classes", "whole number")),
@@ -170,7 +170,7 @@ def test_private_mode_refuses_what_was_fitted_on_records(tmp_path: Path) -> None
 def test_columns_of_a_table_can_be_ignored(tmp_path: Path) -> None:
     path = write_table(tmp_path / "patients.csv", patients())
     options: dict[str, Any] = {"path": str(path), "label": "ill"}
-    whole, part = (resolve("table", options | {"ignore": names}) for names in ([], ["kind"]))
+    whole, part = (resolve("table", options | {"ignore": names}) for names in ([], "kind"))
     assert "'kind'" in str(whole.fitted)
     assert "'kind'" not in str(part.fitted)
     assert part.train.inputs.shape[1] < whole.train.inputs.shape[1]

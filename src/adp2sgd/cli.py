@@ -340,6 +340,8 @@ def privacy_spent(
     shown = [(row.dataset, row.site, f"{row.steps:,}", f"{row.epsilon:.4g}", row.ledger) for row in rows]
     title = f"spent at δ = {rows[0].delta:g} ({rows[0].adjacency})"
     view.table(title, ["data set", "site", "steps", "ε", "ledger"], shown)
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        print(f"note: {note}")
 
 
 @privacy.command(

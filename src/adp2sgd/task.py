@@ -114,7 +114,7 @@ class Family:
     augment: bool = False  # crop and mirror the training images where the user does not say
 
 
-FROM_DATA = ("classes", "inputs", "channels", "size")  # of a model's options
+FROM_DATA = ("inputs", "channels", "size")  # of a model's options
 TABLE_MODELS = ("logistic", "mlp")
 IMAGE_MODELS = ("cnn", *(name for name in models.MODELS if name not in ("cnn", "lstm")))
 FAMILIES = {

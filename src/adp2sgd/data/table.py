@@ -52,7 +52,7 @@ def load(
     (ranges, categories, classes) is taken from the records, and `fitted` names it: private training then refuses.
     Rows are held out by `split` (values train and test) or by a hash of their own content.
     """
-    table = _read(Path(path))
+    table, ignore = _read(Path(path)), [ignore] if isinstance(ignore, str) else ignore
     site = "site" if Path(path).is_dir() and site is None else site
     named = {"label": label, "site": site, "split": split}
     declared = {name: [str(value) for value in values] for name, values in (categories or {}).items()}

@@ -97,7 +97,8 @@ class Setup:
         train = self.task.train
         if self.config.data.partition != "site" or train.sites is None:
             return None
-        return train.site_names[int(train.sites[self.shards[learner][0]])]
+        number = int(train.sites[self.shards[learner][0]])
+        return train.site_names[number] if train.site_names else str(number)
 
 
 def prepare(config: Config, seed: int | None = None) -> Setup:
@@ -368,7 +369,7 @@ def _guarantee(learners: Sequence[Accounted]) -> Any:
         return "none"
     most = max(found, key=lambda each: each.epsilon_spent)
     weakest = max(found, key=lambda each: each.epsilon)
-    told = {name: getattr(most, name) for name in ("epsilon_spent", "epsilon_before", "steps", "max_steps")}
+    told = {name: getattr(most, name) for name in ("epsilon_spent", "epsilon_others", "steps", "max_steps")}
     weakest = replace(weakest, **told)
     valid_if = "no record lies at two learners"
     return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}

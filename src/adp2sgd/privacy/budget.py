@@ -106,12 +106,18 @@ class Budget:
         seeded: bool,
     ) -> Budget:
         """Open the ledger at `path`; the run's plan is made at its first start and kept in `plan_path`."""
-        if plan_path.exists() and not path.exists():
-            raise LedgerError(f"{plan_path} tells of a run whose ledger {path} is gone; restore it, or start a new run")
+        if plan_path.exists():
+            charged = read_plan(plan_path)[1].absolute()
+            if charged != path.absolute():
+                fix = "go on where it was started"
+                raise LedgerError(f"the run is charged to {charged}, not to {path.absolute()}; {fix}")
+            if not path.exists():
+                fix = "restore it, or start a new run"
+                raise LedgerError(f"{plan_path} tells of a run whose ledger {path} is gone; {fix}")
         ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
         try:
             if plan_path.exists():
-                fixed = _adjusted(_read_plan(plan_path), privacy, ledger.spent())
+                fixed = _adjusted(read_plan(plan_path)[0], privacy, ledger.spent())
                 if fixed.mechanism.sample_rate != batch_size / records:
                     raise PrivacyError(
                         f"the run was planned at sample rate {fixed.mechanism.sample_rate:.6g}, but batch_size = "
@@ -132,7 +138,7 @@ class Budget:
                         raise
                     spent = epsilon(ledger.spent(), 1, privacy.delta, "pld", privacy.adjacency).epsilon
                     raise PrivacyError(f"earlier runs have spent ε = {spent:.4g} in {path}: {error}") from None
-                _write_plan(plan_path, fixed)
+                _write_plan(plan_path, fixed, path)
             return cls(fixed, ledger, seeded=seeded)
         except BaseException:
             ledger.close()
@@ -142,7 +148,7 @@ class Budget:
     def read(cls, path: Path, privacy: config.Privacy, *, plan_path: Path, seeded: bool) -> Budget:
         """A budget for its figures alone, also while another process has the ledger."""
         ledger = Ledger.closed(path)
-        return cls(_adjusted(_read_plan(plan_path), privacy, ledger.spent()), ledger, seeded=seeded)
+        return cls(_adjusted(read_plan(plan_path)[0], privacy, ledger.spent()), ledger, seeded=seeded)
 
     @property
     def exhausted(self) -> bool:
@@ -198,7 +204,7 @@ class Budget:
             steps=self.steps,
             max_steps=self.plan.max_steps,
             seeded=self.seeded,
-            epsilon_before=self.plan.spent_after(0).epsilon if self.plan.before.parts else 0.0,
+            epsilon_others=self.plan.spent_after(0).epsilon,
             note=at_cap.note,
         )
 
@@ -239,15 +245,19 @@ def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
     return replace(fixed, before=before, max_steps=max(cap, counted))  # what was taken is reported, beyond the cap too
 
 
-def _write_plan(path: Path, fixed: Plan) -> None:
+def _write_plan(path: Path, fixed: Plan, ledger: Path) -> None:
+    # A ledger beside the plan is named without its folder, so that a run can be moved as a whole.
+    name = ledger.name if ledger.parent == path.parent else str(ledger.absolute())
     with replacing(path) as part:
-        part.write_text(json.dumps(asdict(fixed)), encoding="utf-8")
+        part.write_text(json.dumps({"ledger": name, **asdict(fixed)}), encoding="utf-8")
 
 
-def _read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> tuple[Plan, Path]:
+    """A learner's plan, and the ledger that it is charged to."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        ledger = path.parent / raw.pop("ledger")
+        parts = tuple((SampledGaussian(**mechanism), count) for mechanism, count in raw["before"]["parts"])
+        return Plan(**{**raw, "mechanism": SampledGaussian(**raw["mechanism"]), "before": Composed(parts)}), ledger
+    except (OSError, ValueError, KeyError, TypeError):
         raise LedgerError(f"{path} is gone or damaged; restore it, or start a new run on the same ledger") from None
-    parts = tuple((SampledGaussian(**mechanism), count) for mechanism, count in raw["before"]["parts"])
-    return Plan(**{**raw, "mechanism": SampledGaussian(**raw["mechanism"]), "before": Composed(parts)})

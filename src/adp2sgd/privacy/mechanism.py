@@ -92,7 +92,7 @@ def beside_count(noise_multiplier: float, count_noise: float) -> float:
 class Guarantee:
     """What one learner's data are promised: (`epsilon`, `delta`) at the cap `max_steps`, for one `unit` of data.
 
-    `epsilon_spent` describes the `steps` really taken, on top of the `epsilon_before` of earlier runs on the same data.
+    `epsilon_spent` describes the `steps` really taken, on top of the `epsilon_others` of other runs on the same data.
     It is not chosen before training, so it is a report and not the guarantee.
     """
 
@@ -105,7 +105,7 @@ class Guarantee:
     steps: int
     max_steps: int
     seeded: bool
-    epsilon_before: float = 0.0
+    epsilon_others: float = 0.0
     unit: str = "record"
     threat_model: str = THREAT_MODEL
     note: str = ""
@@ -113,9 +113,9 @@ class Guarantee:
     def __str__(self) -> str:
         seed = "; seeded: ε describes the mechanism, not this run" if self.seeded else ""
         note = f"; {self.note}" if self.note else ""
-        before = f" ({self.epsilon_before:.4g} of it before this run)" if self.epsilon_before else ""
+        others = f" ({self.epsilon_others:.4g} of it by other runs)" if self.epsilon_others else ""
         return (
             f"ε = {self.epsilon:.4g} at δ = {self.delta:g} per {self.unit} ({self.adjacency}, {self.accountant}, "
-            f"{self.sampler}), spent {self.epsilon_spent:.4g}{before} in {self.steps} of {self.max_steps} steps"
+            f"{self.sampler}), spent {self.epsilon_spent:.4g}{others} in {self.steps} of {self.max_steps} steps"
             f"{note}{seed}"
         )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from adp2sgd import config
 from adp2sgd.errors import ConfigError
 from adp2sgd.privacy.accountant import epsilon
+from adp2sgd.privacy.budget import read_plan
 from adp2sgd.privacy.ledger import read
+
+SEEDED = "the run is seeded: ε describes the mechanism, not this run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,44 +26,53 @@ class Row:
     delta: float
     adjacency: str
     ledger: str
+    note: str
 
 
 def statement(path: Path, delta: float | None = None, adjacency: str | None = None) -> list[Row]:
-    """`delta` and `adjacency` are by default those of the run whose folder `path` is; ledgers know of none."""
-    run = path / "config.toml"
-    privacy = config.load(run).privacy if run.is_file() else None
-    if privacy is not None and privacy.mode != "private":
-        raise ConfigError(f"{path} holds a run without a privacy guarantee; there is no ledger")
-    files = _files(path, None if privacy is None else privacy.ledger)
-    delta = delta if delta is not None or privacy is None else privacy.delta
+    """Of every learner of the run whose folder `path` is, with its plan's δ and adjacency by default; or of the ledger
+    or folder of ledgers `path`, which know of neither. A ledger that is missing or damaged is an error."""
+    if (path / "config.toml").is_file():
+        return _of_run(path, delta, adjacency)
+    files = [path] if path.is_file() else [file for file in sorted(path.glob("*.jsonl")) if not _other(file)]
+    if not files:
+        raise ConfigError(f"{path} holds no ledger; give a ledger, a folder of ledgers or the folder of a private run")
     if delta is None:
         raise ConfigError("a ledger holds steps, and their ε depends on δ; give --delta")
-    adjacency = adjacency or ("add-remove" if privacy is None else privacy.adjacency)
+    return [_row(file, delta, adjacency or "add-remove") for file in files]
+
+
+def _of_run(path: Path, delta: float | None, adjacency: str | None) -> list[Row]:
+    settings = config.load(path / "config.toml")
+    if settings.privacy.mode != "private":
+        raise ConfigError(f"{path} holds a run without a privacy guarantee; there is no ledger")
     rows = []
-    for file in files:
-        account = read(file)
-        spent = account.spent()
-        rows.append(
-            Row(
-                dataset=account.dataset,
-                site=account.site,
-                steps=sum(count for _, count in spent.parts),
-                epsilon=epsilon(spent, 1, delta, "pld", adjacency).epsilon if spent.parts else 0.0,
-                delta=delta,
-                adjacency=adjacency,
-                ledger=str(file),
-            )
-        )
+    for learner in range(settings.learners):
+        plan, ledger = read_plan(path / f"learner-{learner}" / "plan.json")
+        note = "" if settings.seed is None else SEEDED
+        rows.append(_row(ledger, delta or plan.delta, adjacency or plan.adjacency, note))
     return rows
 
 
-def _files(path: Path, shared: str | None) -> list[Path]:
-    if path.is_file():
-        return [path]
-    folder, pattern = (path, "learner-*/ledger.jsonl") if shared is None else (Path(shared).expanduser(), "*.jsonl")
-    found = sorted(folder.glob(pattern)) or sorted(folder.glob("*.jsonl"))
-    if not found:
-        raise ConfigError(
-            f"{folder} holds no ledger; give a ledger, a folder of ledgers or the folder of a private run"
-        )
-    return found
+def _row(ledger: Path, delta: float, adjacency: str, note: str = "") -> Row:
+    account = read(ledger)
+    spent = epsilon(account.spent(), 1, delta, "pld", adjacency)
+    return Row(
+        dataset=account.dataset,
+        site=account.site,
+        steps=sum(count for _, count in account.spent().parts),
+        epsilon=spent.epsilon,
+        delta=delta,
+        adjacency=adjacency,
+        ledger=str(ledger),
+        note="; ".join(filter(None, (note, spent.note))),
+    )
+
+
+def _other(file: Path) -> bool:
+    """Whether this is something else than a ledger; what cannot be read may be a damaged one."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            return "ledger" not in json.loads(lines.readline())
+    except (OSError, ValueError):
+        return False

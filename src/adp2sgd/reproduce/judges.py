@@ -44,9 +44,9 @@ def _settled(verdict: str, files: Sequence[Record]) -> str:
     cell = files[0]["cell"]
     if cell.get("form") or "sigma" not in cell or cell["model"] not in paper.MODELS:
         return verdict
-    data = paper.family(cell["model"])
-    seen = max(record.get("global_steps", 0) * record["config"]["batch_size"] for record in files)
-    return SHORTER if seen < 0.99 * paper.EPOCHS[data] * paper.SAMPLES[data] else verdict
+    data, whole = paper.family(cell["model"]), [record for record in files if not record.get("diverged")]
+    seen = [record["global_steps"] * record["config"]["batch_size"] for record in whole]
+    return SHORTER if seen and max(seen) < 0.99 * paper.EPOCHS[data] * paper.SAMPLES[data] else verdict
 
 
 def full(records: Sequence[Record], model: str | None = None, momentum: float = 0.0) -> list[Record]:
