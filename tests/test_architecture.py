@@ -35,6 +35,7 @@ LAYERS = {
     "view": 9,
     "demo": 10,
     "reproduce": 10,
+    "cli_privacy": 10,
     "cli": 11,
     "__init__": 11,
     "__main__": 12,

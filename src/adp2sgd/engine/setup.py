@@ -250,9 +250,9 @@ def _ledger(setup: Setup, number: int, folder: Path) -> tuple[Path, str]:
     """Where learner `number` keeps its ledger, and its site's name: in its `folder`, or with the site's in
     `privacy.ledger`."""
     config = setup.config
-    site = setup.site(number)
     if config.privacy.ledger is None:
         return folder / "ledger.jsonl", str(number)
+    site = setup.site(number)
     assert site is not None  # the partition is by site
     return Path(config.privacy.ledger).expanduser() / f"{_slug(_dataset(config))}-{_slug(site)}.jsonl", site
 

@@ -106,8 +106,9 @@ class Budget:
         seeded: bool,
     ) -> Budget:
         """Open the ledger at `path`; the run's plan is made at its first start and kept in `plan_path`."""
-        if plan_path.exists():
-            charged = read_plan(plan_path)[1].absolute()
+        kept = read_plan(plan_path) if plan_path.exists() else None
+        if kept is not None:
+            charged = kept[1].absolute()
             if charged != path.absolute():
                 fix = "go on where it was started"
                 raise LedgerError(f"the run is charged to {charged}, not to {path.absolute()}; {fix}")
@@ -116,8 +117,8 @@ class Budget:
                 raise LedgerError(f"{plan_path} tells of a run whose ledger {path} is gone; {fix}")
         ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
         try:
-            if plan_path.exists():
-                fixed = _adjusted(read_plan(plan_path)[0], privacy, ledger.spent())
+            if kept is not None:
+                fixed = _adjusted(kept[0], privacy, ledger.spent())
                 if fixed.mechanism.sample_rate != batch_size / records:
                     raise PrivacyError(
                         f"the run was planned at sample rate {fixed.mechanism.sample_rate:.6g}, but batch_size = "
