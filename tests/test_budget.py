@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from adp2sgd.privacy.accountant import epsilon
 from adp2sgd.privacy.budget import Budget, plan
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 from adp2sgd.privacy.statement import statement
+from adp2sgd.view import print_run
 
 EIGHT = Privacy(mode="private", epsilon=8.0, noise_multiplier=2.0, delta=1e-5)
 
@@ -319,6 +321,8 @@ def test_a_statement_of_what_a_run_has_spent(
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert [row.epsilon for row in statement(Path("run"))] == [row.epsilon for row in rows]
     assert statement(tmp_path / "run", adjacency="replace-one")[0].epsilon > rows[0].epsilon
+    with pytest.raises(PrivacyError, match="delta"):
+        statement(tmp_path / "run", 0.0)
     Path(rows[1].ledger).unlink()
     with pytest.raises(LedgerError, match="cannot be read"):
         statement(tmp_path / "run")
@@ -358,6 +362,16 @@ def test_a_statement_needs_a_ledger_and_a_delta(two_sites: Config, tmp_path: Pat
     simulate(two_sites.replace(privacy=Privacy()), tmp_path / "plain")
     with pytest.raises(ConfigError, match="without a privacy guarantee"):
         statement(tmp_path / "plain", 1e-5)
+
+
+def test_a_learner_is_named_by_its_site(two_sites: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = two_sites.replace(privacy=Privacy(), seed=1)
+    print_run(simulate(settings))
+    assert "0 north" in capsys.readouterr().out
+    made = setup.prepare(settings)
+    nameless = replace(made, task=replace(made.task, train=replace(made.task.train, site_names=())))
+    assert [made.site(1), nameless.site(1)] == ["south", "1"]
+    assert setup.prepare(settings.replace(data=Data())).site(1) is None
 
 
 def test_a_ledger_in_use_blocks_neither_the_others_nor_the_folder(two_sites: Config, tmp_path: Path) -> None:

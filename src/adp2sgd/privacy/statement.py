@@ -50,7 +50,7 @@ def _of_run(path: Path, delta: float | None, adjacency: str | None) -> list[Row]
     for learner in range(settings.learners):
         plan, ledger = read_plan(path / f"learner-{learner}" / "plan.json")
         note = "" if settings.seed is None else SEEDED
-        rows.append(_row(ledger, delta or plan.delta, adjacency or plan.adjacency, note))
+        rows.append(_row(ledger, plan.delta if delta is None else delta, adjacency or plan.adjacency, note))
     return rows
 
 
