@@ -370,7 +370,7 @@ def test_a_learner_is_named_by_its_site(two_sites: Config, capsys: pytest.Captur
     assert "0 north" in capsys.readouterr().out
     made = setup.prepare(settings)
     nameless = replace(made, task=replace(made.task, train=replace(made.task.train, site_names=())))
-    assert [made.site(1), nameless.site(1)] == ["south", "1"]
+    assert [made.site(1), nameless.site(1)] == ["south", "2"]  # the data's number for it
     assert setup.prepare(settings.replace(data=Data())).site(1) is None
 
 

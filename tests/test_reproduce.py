@@ -447,7 +447,8 @@ def test_runs_shorter_than_the_papers_settle_nothing() -> None:
         assert (judge([*whole[:-1], small(whole[-1])]) or found).verdict == found.verdict  # one that diverged, say
         assert (judge([small(record, model="cnn") for record in whole]) or found).verdict == found.verdict
         gone = [small(record, diverged="it did") for record in whole]  # how long they would have been is not known
-        assert (judge(gone) or found).verdict == "does not hold"
+        assert judge(gone) is not None
+        assert (judge(gone) or found).verdict != judges.SHORTER
     quick = [small(record, form="quick") for record in whole]
     assert (judges.comparable(judges.small, 3.0, 4, quick) or judges.Finding("", "")).verdict == "holds"
     case = [
