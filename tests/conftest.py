@@ -31,6 +31,11 @@ def _one_thread() -> None:
     torch.set_num_threads(1)  # the tests' models are small, and the cores are shared
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)  # whichever tests ran before in the same process
+
+
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """name → the folder that holds the real data set, unpacked once; the test is skipped where it is not at hand."""

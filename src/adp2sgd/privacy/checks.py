@@ -341,28 +341,38 @@ def _refuse_coupling(probe: _Probe, batch: _Answer) -> list[str]:
         if not torch.allclose(batch.outputs[WATCHED], others.outputs[WATCHED], rtol=probe.tolerance, atol=0):
             raise PrivacyError(f"the model's output for a record depends on the others in its batch; {_NO_BATCHNORM}")
         raise PrivacyError("the loss of a record depends on the others in its batch; make it a function of that record")
+    if not batch.random:
+        alone = probe.answer(*_watched(probe.inputs, probe.targets))
+        if not _same_gradient(batch, alone, probe.tolerance):
+            raise PrivacyError(
+                "a record's gradient alone differs from its gradient in a batch; make model and loss independent of "
+                "the batch's size"
+            )
+    # Alone, a product may round otherwise, and of a saturated loss's gradient only rounding is left.
+    ordinary = sum(float(part.square().sum()) for part in batch.gradient if part is not None)
     for left, right in _unusual(probe.inputs):
-        pair = []
+        answers = []
         with contextlib.suppress(PrivacyError):  # what fails on such records tells nothing of others
-            pair = [probe.answer(inputs, probe.targets) for inputs in (left, right)]
-        if pair and not _same_gradient(pair[0], pair[1], probe.tolerance):
-            raise PrivacyError(f"the gradient of a record depends on the others in its batch; {_NO_BATCHNORM}")
+            answers = [probe.answer(inputs, probe.targets) for inputs in (left, right)]
+            if not batch.random:
+                answers.append(probe.answer(*_watched(left, probe.targets)))
+        for answer, scale in zip(answers[1:], (0.0, ordinary), strict=False):
+            if not _same_gradient(answers[0], answer, probe.tolerance, scale):
+                raise PrivacyError(f"the gradient of a record depends on the others in its batch; {_NO_BATCHNORM}")
     if batch.random:
         return [
             "the model draws random numbers in its forward pass, so whether the size of a batch matters is unchecked"
         ]
-    alone = probe.answer(probe.inputs[WATCHED, None], probe.targets[WATCHED, None])
-    if not _same_gradient(batch, alone, probe.tolerance):
-        raise PrivacyError(
-            "a record's gradient alone differs from its gradient in a batch; make model and loss independent of the "
-            "batch's size"
-        )
     return []
 
 
-def _same_gradient(left: _Answer, right: _Answer, tolerance: float) -> bool:
+def _watched(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return inputs[WATCHED, None], targets[WATCHED, None]
+
+
+def _same_gradient(left: _Answer, right: _Answer, tolerance: float, least: float = 0.0) -> bool:
     # Over all parameters together: a part that is zero but for rounding has no scale of its own.
-    difference = largest = 0.0
+    difference, largest = 0.0, least
     for one, other in zip(left.gradient, right.gradient, strict=True):
         if one is not None and other is not None:
             difference += float((one - other).square().sum())
