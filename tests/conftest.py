@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from adp2sgd.config import Config, Optimizer
 from adp2sgd.data.batches import PoissonBatches
@@ -24,6 +25,9 @@ from adp2sgd.task import Task, resolve
 ROOT = Path(__file__).parents[1]
 REAL_DATA = ROOT.parent / "shared" / "data"
 FOLDERS = {"cifar10": "cifar-10-batches-bin", "speech": "speech", "heart": "heart_disease"}
+
+settings.register_profile("same", deadline=None, derandomize=True)  # a change fails for what it changed
+settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True, scope="session")

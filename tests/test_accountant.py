@@ -144,7 +144,7 @@ SETTINGS = {
 }
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(**SETTINGS)
 def test_grows_with_steps_and_rate_and_falls_with_noise_and_delta(
     rate: float, noise: float, steps: int, delta: float

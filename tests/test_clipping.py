@@ -130,7 +130,7 @@ def test_the_sums_noise_is_what_the_count_leaves_of_the_accounted_one() -> None:
 Norm = st.floats(0, 1e3) | st.sampled_from([0.0, 0.95, 1.0, 1.05, 1e30, math.inf, math.nan])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(Norm, min_size=1, max_size=9), st.sampled_from([1.0, 0.3]), st.sampled_from([1.0, 4.0]))
 def test_one_record_moves_sum_and_count_by_no_more_than_one_gaussian_allows(
     norms: list[float], clip_norm: float, accounted: float
@@ -418,7 +418,7 @@ def test_a_records_copies_are_averaged_and_clipped_once(tmp_path: Path, monkeypa
     assert torch.allclose(found, expected / 15, atol=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(Norm, min_size=1, max_size=5), st.integers(2, 4), st.integers(0, 2**32 - 1))
 def test_one_record_with_all_its_copies_moves_sum_and_count_as_one(norms: list[float], copies: int, seed: int) -> None:
     engine = choose.build(FlatModel(Line()), itself, copies=copies, piece=2)

@@ -42,7 +42,7 @@ class TorchRandom:
 
 EXAMPLES = TorchRandom()
 register_random(EXAMPLES)
-few = settings(max_examples=15, deadline=None, derandomize=True)
+few = settings(max_examples=15)
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_linear(n, middle, d, bias):
     check(nn.Sequential(nn.Linear(d, 5, bias=bias), nn.Tanh(), nn.Linear(5, 3)), torch.randn(n, *middle, d))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     axes=st.integers(1, 3), n=st.integers(0, 3), groups=st.sampled_from([1, 1, 2, 4]), width=st.integers(1, 3),
     kernel=st.integers(1, 3), stride=st.integers(1, 3), dilation=st.integers(1, 2),
@@ -501,7 +501,7 @@ def test_a_record_without_finite_gradient_contributes_nothing(engine, bad):
     assert close(found.norms[good], expected.norms, 1e-5)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6), clip=st.sampled_from([1e-3, 0.1, 1.0]), autocast=st.sampled_from([None, torch.bfloat16])
 )
@@ -649,7 +649,7 @@ def test_cancelling_steps_of_an_lstm_do_not_hide_a_gradient():
             assert share(engine, torch.randn(1, 21, 20), labels, torch.randn(1, 21, 20)) <= 1 + 1e-6
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), spread=st.floats(0, 4), kind=st.sampled_from(["linear", "convolution", "tied"]))
 def test_badly_scaled_weights_and_records(seed, spread, kind):
     torch.manual_seed(seed)

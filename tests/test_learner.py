@@ -144,7 +144,7 @@ def test_float_buffers_travel_with_the_weights_and_integer_ones_do_not() -> None
 Deed = st.sampled_from(["ask", "carry", "update 0", "update 1", "update 2", "expire"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(Deed, st.integers(0, 2), st.integers(0, 2)), max_size=60))
 def test_exchanges_conserve_the_sum_whatever_happens_meanwhile(deeds: list[tuple[str, int, int]]) -> None:
     """Three learners ask, answer and update in any order. Only a half-exchange may change the sum."""

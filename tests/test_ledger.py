@@ -350,7 +350,7 @@ ACTION = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=st.lists(ACTION, max_size=25))
 def test_counted_steps_are_never_below_drawn_ones_nor_more_than_a_block_per_start_above(tmp_path, monkeypatch, actions):
     monkeypatch.setattr(os, "fsync", lambda _: None)  # speed; nothing here cuts the power

@@ -179,7 +179,7 @@ def test_the_noise_has_the_stated_scale() -> None:
     assert kstest(vector.numpy(), "norm", args=(0, 1.01 * 0.3 * 2.5 / 16)).pvalue < 1e-3  # it can tell 1 %
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 9), st.integers(1, 4))
 def test_before_the_noise_a_step_is_the_per_sample_loop(seed: int, records: int, piece: int) -> None:
     stream = torch.Generator().manual_seed(seed)
@@ -240,7 +240,7 @@ def write_hospitals(folder: Path, patients: list[tuple[float | None, ...]]) -> N
         (folder / f"processed.{name}.data").write_text("\n".join(more + own) + "\n")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(Patient, min_size=1, max_size=6), st.integers(0, 2**31))
 def test_one_more_patient_in_the_raw_file_moves_the_sum_by_at_most_the_clip_norm(
     patients: list[tuple[float | None, ...]], seed: int
@@ -254,7 +254,7 @@ def test_one_more_patient_in_the_raw_file_moves_the_sum_by_at_most_the_clip_norm
     assert float((totals[0] - totals[1]).norm()) <= 1 + 1e-5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.floats(-1e6, 1e6), st.sampled_from("abc"), st.integers(0, 1)), min_size=2, max_size=8),
     st.integers(0, 2**31),

@@ -24,7 +24,7 @@ def records(count: int, classes: int = 5, sites: int = 0) -> Records:
     return Records(torch.arange(count).float(), labels, owners, tuple(f"site {i}" for i in range(sites)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_every_record_belongs_to_exactly_one_learner(data: st.DataObject) -> None:
     learners = data.draw(st.integers(1, 12))
