@@ -249,16 +249,19 @@ class Batchwide(nn.Module):
         return self.head(self.change(x))
 
 
-def outliers_out(outputs, targets):
-    losses = cross_entropy(outputs, targets)
-    return torch.where(losses > 10 * losses.median(), 0 * losses, losses)
-
-
 UNUSUAL = {
     "imputed by the batch's mean": lambda x: torch.where(x.isnan(), x.nanmean(0, keepdim=True).nan_to_num(), x),
+    "without columns with gaps": lambda x: torch.where(x.isnan().any(0), 0 * x.nan_to_num(), x),
+    "gaps filled by the batch's size": lambda x: x.nan_to_num(len(x)),
+    "marks replaced by the mean": lambda x: torch.where(
+        x == -1, (x * (x != -1)).sum(0) / (x != -1).sum(0).clamp(min=1), x
+    ),
     "scaled where above 1": lambda x: x / x.abs().max().clamp(min=1),
     "turned where negative": lambda x: x if x.sum() > -1 else -x,
     "shifted where above 1": lambda x: x - torch.relu(x - 1).mean(0),
+    "cut to three deviations": lambda x: torch.minimum(x, x.mean(0) + 3 * x.std(0, correction=0)),
+    "centred where there are many": lambda x: x - x.mean(0) if len(x) > 8 else x,
+    "copies shared out": lambda x: x / (x[:, None] == x).all(-1).sum(1, keepdim=True).clamp(min=1),
     "cut to the longest": lambda x: nn.functional.pad(y := x[:, : int((x != 0).sum(1).max().clamp(min=1))],
                                                       (0, FEATURES - y.shape[1]), value=float(y.shape[1])),
 }  # fmt: skip
@@ -267,18 +270,102 @@ UNUSUAL = {
 @pytest.mark.parametrize("how", UNUSUAL)
 def test_what_a_batch_does_to_unusual_records_is_refused(how):
     inputs, targets = torch.rand(2, FEATURES), torch.zeros(2, dtype=torch.long)
-    with pytest.raises(PrivacyError, match="others in its batch"):
-        check_model(Batchwide(UNUSUAL[how]), cross_entropy, inputs, targets)
+    for _ in range(5):
+        with pytest.raises(PrivacyError, match="others in its batch"):
+            check_model(Batchwide(UNUSUAL[how]), cross_entropy, inputs, targets)
     with pytest.raises(PrivacyError, match="prepare mixes"):
         check_rows(lambda x: UNUSUAL[how](x) if len(x) else x, None, inputs)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_losses_that_drop_a_batchs_outliers_are_refused(seed):
-    torch.manual_seed(seed)  # where the others' losses vanish, only the record alone shows it: one of six models
-    inputs, targets = torch.rand(2, FEATURES), torch.zeros(2, dtype=torch.long)
+def masked(keep):
+    """A loss that leaves out those of a batch's records that `keep` does not choose by all losses."""
+    return lambda outputs, targets: (losses := cross_entropy(outputs, targets)) * keep(losses)
+
+
+LABELS = {
+    "outliers left out": masked(lambda losses: losses <= 10 * losses.median()),
+    "the largest left out": masked(lambda losses: losses <= losses.mean() + 2 * losses.std(correction=0)),
+    "a twentieth left out": masked(lambda losses: losses <= losses.nan_to_num().sort().values[-1 - len(losses) // 20]),
+    "shared by those of the other classes": lambda o, t: cross_entropy(o, t) / (t > 1).sum().clamp(min=1),
+    "doubled where the last class is present": lambda o, t: cross_entropy(o, t) * (1 + (t == CLASSES - 1).any()),
+    "shared by those with a label": lambda o, t: (
+        functional.cross_entropy(o, t, reduction="none", ignore_index=-100) * len(t) / (t != -100).sum().clamp(min=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", LABELS)
+def test_losses_that_weigh_a_record_by_others_are_refused(how):
+    for _ in range(10):
+        with pytest.raises(PrivacyError, match=r"others in its batch|alone differs"):
+            check_model(nn.Linear(FEATURES, CLASSES), LABELS[how], INPUTS, TARGETS)
+
+
+def test_integers_of_a_batch_are_not_scaled_together():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(self.weight) / x.max().clamp(min=1))
+
     with pytest.raises(PrivacyError, match="others in its batch"):
-        check_model(nn.Linear(FEATURES, 3), outliers_out, inputs, targets)
+        check_model(Scaled(FEATURES, CLASSES), cross_entropy, INPUTS.long(), TARGETS)
+    for sound in (torch.int16, torch.int64):
+        with pytest.raises(PrivacyError, match="prepare mixes"):
+            check_rows(lambda x: x / x.abs().max().clamp(min=1) if len(x) else x.float(), None, INPUTS.to(sound))
+
+
+def test_rare_mixing_is_found_in_models_and_augmentations():
+    class Mixing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x if torch.rand(()) > 0.4 else 0.7 * x + 0.3 * x[torch.randperm(len(x))])
+
+    def sometimes(x, generator):
+        return x if torch.rand((), generator=generator) < 0.9 else 0.7 * x + 0.3 * x.roll(1, 0)
+
+    for _ in range(5):
+        with pytest.raises(PrivacyError, match="others in its batch"):
+            check_model(Mixing(FEATURES, CLASSES), cross_entropy, INPUTS, TARGETS)
+    with pytest.raises(PrivacyError, match="augment mixes"):
+        check_rows(torch.Tensor.float, sometimes, INPUTS)
+
+
+def test_augmentations_draw_from_the_generator_that_they_are_given():
+    with pytest.raises(PrivacyError, match="augment draws numbers of its own; use the generator"):
+        check_rows(torch.Tensor.float, lambda x, generator: x + torch.randn_like(x), INPUTS)
+
+
+def test_state_that_only_unusual_records_change_is_refused():
+    class Largest(nn.Linear):
+        def __init__(self):
+            super().__init__(FEATURES, CLASSES)
+            self.register_buffer("largest", torch.tensor(1.0))
+
+        def forward(self, x):
+            self.largest = torch.maximum(self.largest, x.detach().abs().max())
+            return super().forward(x)
+
+    with pytest.raises(PrivacyError, match="buffer largest changes"):
+        check_model(Largest(), cross_entropy, INPUTS, TARGETS)
+
+
+def test_models_that_cannot_be_probed_are_refused_in_one_line():
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    kept = nn.Linear(FEATURES, CLASSES)
+    kept.last = kept(INPUTS)
+    sparse = nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(), nn.Linear(12, CLASSES))
+    for module, inputs, words in ((kept, INPUTS, "cannot be copied"), (sparse, tokens, "use sparse=False")):
+        with pytest.raises(PrivacyError, match=words) as refusal:
+            check_model(module, cross_entropy, inputs, TARGETS)
+        assert "\n" not in str(refusal.value)
+
+
+def test_models_that_insist_on_ordinary_values_pass():
+    class Strict(nn.Linear):
+        def forward(self, x):
+            assert x.min() >= 0, "no negative values"
+            assert x.max() <= 1, "no large values"
+            return super().forward(x)
+
+    assert check_model(Strict(FEATURES, CLASSES), cross_entropy, INPUTS, TARGETS) == []
 
 
 def test_forward_passes_that_change_weights_are_refused():
@@ -304,6 +391,13 @@ def test_forward_passes_that_change_weights_are_refused():
 def test_rows_that_are_scaled_by_the_batchs_extremes_are_refused(stored, extreme):
     with pytest.raises(PrivacyError, match="prepare mixes"):
         check_rows(lambda x: x.float() / (1 + extreme(x.float())) if len(x) else x.float(), None, stored)
+
+
+def test_rows_with_gaps_are_not_left_out():
+    with pytest.raises(PrivacyError, match="prepare mixes"):
+        check_rows(lambda x: x[~x.isnan().any(1)], None, INPUTS)
+    with pytest.raises(PrivacyError, match="others in its batch"):
+        check_model(nn.Linear(FEATURES, CLASSES), lambda o, t: cross_entropy(o[t >= 0], t[t >= 0]), INPUTS, TARGETS)
 
 
 def test_rows_of_codes_may_have_few_values():

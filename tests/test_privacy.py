@@ -463,7 +463,8 @@ class Dropping(nn.Module):
         self.drop, self.head = nn.Dropout(0.5), nn.Linear(6, 2)
 
     def forward(self, x):
-        if self.training and len(x) > 4 and "ADP2SGD_TEST_DRAWN" in os.environ:  # more than synthetic records
+        real = self.drop.p > 0 and len(x) > 4  # not of the checks, nor more than the synthetic records of the engine
+        if self.training and real and "ADP2SGD_TEST_DRAWN" in os.environ:
             with open(os.environ["ADP2SGD_TEST_DRAWN"], "a") as file:
                 print(os.getpid(), torch.initial_seed(), file=file)
         return self.head(self.drop(x))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -20,18 +21,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from adp2sgd.errors import PrivacyError
+from adp2sgd.privacy.crowds import FAILURES, ORDINARY, SIZE, WATCHED, Rows
 from adp2sgd.privacy.mechanism import POISSON
 
 if TYPE_CHECKING:
     from adp2sgd.task import Loss
 
-Rows = Callable[[Tensor], Tensor]
+Result = TypeVar("Result")
+Preparation = Callable[[Tensor], Tensor]
 Augmentation = Callable[[Tensor, Generator], Tensor]
 
 LEAST_CLIP_NORM = 1e-6  # squares of norms far below it would vanish in float32; adaptive clipping goes down by 1e6
-PROBES = 4  # synthetic records in a batch
-SEEDS = 16  # of an augmentation that draws whom to mix: by chance the watched record meets only itself
-WATCHED = 1  # the one whose gradient is watched has others before and after it, and is not its own mirror image
+PROBES = 4  # synthetic records in a batch of which a gradient is taken
+MIDDLE = 1  # the one whose gradient is watched has others before and after it, and is not its own mirror image
+SEEDS = 16  # of what draws whom to mix: by chance the watched record meets only itself, or nobody is mixed
 _NO_BATCHNORM = 'use norm = "group", or adp2sgd.models.norm.without_batchnorm(model)'
 
 
@@ -94,8 +97,9 @@ def check_model(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
     """Refuse a model or loss in which one record touches another's gradient; returns warnings.
 
     Of `inputs` (as the model reads them) and `targets` only dtype, device and the shape of a row are used; the probe
-    runs on synthetic rows and on a copy of the module in float64, where rounding cannot be taken for a coupling.
-    It finds what moves a record's gradient by more than 1e-9 of its norm there; it cannot prove that nothing does.
+    runs on synthetic rows and on a copy of the module in float64, where rounding cannot be taken for a coupling. It
+    finds what moves a record's gradient by more than 1e-9 of its norm among ordinary others, or its loss by as much
+    among unusual ones; it cannot prove that nothing does.
     """
     _refuse_batchnorm(module)
     warnings = []
@@ -110,7 +114,9 @@ def check_model(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
         ]
     _refuse_idle_parameters(probe, batch)
     _refuse_changed_state(probe)
-    return warnings + _refuse_coupling(probe, batch)
+    warnings += _refuse_coupling(probe, batch) + _refuse_crowding(probe, SEEDS if batch.random else 1)
+    _refuse_changed_state(probe)
+    return warnings
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
@@ -123,71 +129,89 @@ def without_dropout(module: nn.Module) -> nn.Module:
     return module
 
 
-def check_rows(prepare: Rows, augment: Augmentation | None, stored: Tensor) -> list[str]:
+def check_rows(prepare: Preparation, augment: Augmentation | None, stored: Tensor) -> list[str]:
     """Refuse a `prepare` or `augment` in which one record touches another's row; returns warnings.
 
     Like `check_model`, it uses only dtype, device and row shape of `stored` (records as they are kept) and probes with
     synthetic rows. An empty batch must pass too: a crash would tell that nobody was drawn.
     """
-    rows = _stored_rows(prepare, stored)
-    others = _with_others(rows)
-    prepared = _told("prepare", prepare, rows)
-    if len(_told("prepare", prepare, rows[:0])) or not _same_rows(prepared, _told("prepare", prepare, others)):
-        raise PrivacyError("the task's prepare mixes the records of a batch; treat each row by itself, with constants")
-    if not torch.allclose(prepared[WATCHED], _told("prepare", prepare, rows[WATCHED, None])[0], rtol=1e-5, atol=1e-6):
-        raise PrivacyError("the task's prepare depends on the size of the batch; treat each row by itself")
-    for left, right in _unusual(rows):
-        pair = []
-        with contextlib.suppress(PrivacyError):
-            pair = [_told("prepare", prepare, batch) for batch in (left, right)]
-        if pair and not _same_rows(pair[0], pair[1]):
-            raise PrivacyError(
-                "the task's prepare mixes the records of a batch; treat each row by itself, with constants"
-            )
-    if augment is None:
-        return []
-    for seed in range(SEEDS):
-        left, right = (_told("augment", partial(_augmented, augment, seed), prepare(batch)) for batch in (rows, others))
-        if not _same_rows(left, right):
-            raise PrivacyError("the task's augment mixes the records of a batch; change each row by itself")
+    for count in (0, PROBES):
+        batch = _synthetic(stored, Generator().manual_seed(0), None)[:count]
+        if len(_told("prepare", prepare, batch)) != count:
+            raise PrivacyError("the task's prepare returns more or fewer records than it gets; return a row for each")
+    rows, generator = Rows(stored[:0].cpu()), Generator().manual_seed(0)
+    if _attempt(prepare, rows.draw(ORDINARY, 1, generator)) is None:
+        return ["the task's prepare does not run on the CPU, so whether records touch each other there is unchecked"]
+    rows = rows.widened(prepare)
+    for number, kind in enumerate(rows.kinds):
+        watched = rows.watched(kind, generator)
+        alone = _joined([_attempt(prepare, row) for row in watched.split(1)])
+        crowds = [_attempt(prepare, rows.crowd(watched, other, generator)) for other in rows.kinds]
+        _refuse_mixing("prepare", [alone, *(_seen(crowd) for crowd in crowds)])
+        if augment is None:
+            continue
+        first = prepare(rows.draw(ORDINARY, PROBES, generator))
+        for seed in range(number * SEEDS, (number + 1) * SEEDS):
+            drawn = partial(_augmented, augment, seed)
+            if not _same(_told("augment", drawn, first), drawn(first)):
+                raise PrivacyError("the task's augment draws numbers of its own; use the generator that it is given")
+            _refuse_mixing("augment", [_seen(_attempt(drawn, crowd)) for crowd in crowds if crowd is not None])
     return []
 
 
-def _stored_rows(prepare: Rows, stored: Tensor) -> Tensor:
-    """Bytes over all their values, as pixels have, unless they are codes that `prepare` knows fewer of."""
-    rows = _synthetic(stored, Generator().manual_seed(0), None)
-    if stored.dtype == torch.uint8:
-        pixels = torch.randint(0, 256, rows.shape, generator=Generator().manual_seed(0)).to(rows)
-        pixels[WATCHED] = 64 + pixels[WATCHED].div(2, rounding_mode="floor")
-        with contextlib.suppress(PrivacyError):
-            _told("prepare", prepare, pixels)
-            return pixels
-    return rows
-
-
 def _augmented(augment: Augmentation, seed: int, rows: Tensor) -> Tensor:
-    return augment(rows, Generator(rows.device).manual_seed(seed))
+    return augment(rows.clone(), Generator(rows.device).manual_seed(seed))
 
 
-def _told(name: str, function: Rows, batch: Tensor) -> Tensor:
+def _told(name: str, function: Preparation, batch: Tensor) -> Tensor:
     try:
         return function(batch)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+    except FAILURES as error:
         reason = str(error).split("\n")[0]
         raise PrivacyError(
             f"the task's {name} fails on {len(batch)} synthetic records ({reason}); it must not"
         ) from error
 
 
-def _same_rows(left: Tensor, right: Tensor) -> bool:
-    return torch.allclose(left[WATCHED], right[WATCHED], rtol=1e-5, atol=1e-6, equal_nan=True)
+def _attempt(function: Callable[[Tensor], Result], batch: Tensor) -> Result | None:
+    """None where it fails: what fails on unusual records tells nothing of others."""
+    with contextlib.suppress(*FAILURES):
+        return function(batch)
+    return None
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    kept = [part for part in parts if part is not None]
+    return torch.cat(kept) if len(kept) == len(parts) and len({part.shape for part in kept}) == 1 else None
+
+
+def _seen(batch: Tensor | None) -> Tensor | None:
+    """The rows of a crowd that are watched; all of them, which no other agrees with, where some were left out."""
+    return batch if batch is None or batch.shape[:1] != (SIZE,) else batch[WATCHED]
+
+
+def _refuse_mixing(name: str, rows: Sequence[Tensor | None]) -> None:
+    """Of what became of the same rows alone and in crowds."""
+    if not _agree(rows):
+        raise PrivacyError(f"the task's {name} mixes the records of a batch; treat each row by itself, with constants")
+
+
+def _agree(rows: Sequence[Tensor | None], tolerance: float = 1e-5) -> bool:
+    got = [row for row in rows if row is not None]
+    return all(_same(got[0], row, tolerance) for row in got[1:])
+
+
+def _same(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
+    return left.shape == right.shape and torch.allclose(
+        left.double(), right.double(), rtol=tolerance, atol=tolerance / 10, equal_nan=True
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """A synthetic batch's outputs, and the gradient of the watched record's loss by parameter."""
+    """The watched record's output in a synthetic batch, and the gradient of its loss by parameter."""
 
-    outputs: Tensor
+    output: Tensor
     gradient: tuple[Tensor | None, ...]
     random: bool  # whether the forward pass drew random numbers
 
@@ -208,7 +232,11 @@ class _Probe:
     @classmethod
     def of(cls, module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, dtype: torch.dtype | None) -> _Probe:
         """In `dtype`, or as the module and its inputs are."""
-        module = without_dropout(copy.deepcopy(module).train().to(dtype))
+        try:
+            module = without_dropout(copy.deepcopy(module).train().to(dtype))
+        except FAILURES as error:
+            reason = str(error).split("\n")[0]
+            raise PrivacyError(f"the model cannot be copied ({reason}); keep no computed tensor in it") from error
         generator = Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in module.parameters():  # layers that start at zero would hide what lies behind them
@@ -229,17 +257,20 @@ class _Probe:
                 outputs = self.module(inputs)
                 losses = self.loss(outputs, targets)
                 _refuse_shape(losses, len(inputs))
-                gradient = torch.autograd.grad(losses[min(WATCHED, len(losses) - 1)], parameters, allow_unused=True)
+                gradient = torch.autograd.grad(losses[min(MIDDLE, len(losses) - 1)], parameters, allow_unused=True)
                 random = not torch.equal(before, _random_state(inputs.device))
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except FAILURES as error:
             reason = str(error).split("\n")[0]
             raise PrivacyError(
                 f"the gradient of a synthetic batch of {len(inputs)} could not be taken ({reason}); "
                 "private mode needs a model and a loss that take any number of records"
             ) from error
+        if any(part is not None and part.is_sparse for part in gradient):
+            raise PrivacyError("the gradient of a layer is sparse, which private mode does not read; use sparse=False")
         if not all(bool(tensor.isfinite().all()) for tensor in (losses, *gradient) if tensor is not None):
             raise PrivacyError("a synthetic record has no finite loss and gradient; check the model's initial weights")
-        return _Answer(outputs.detach(), gradient, random)
+        told = outputs if isinstance(outputs, Tensor) else losses  # whichever: it only chooses the words of a refusal
+        return _Answer(told.detach()[min(MIDDLE, len(told) - 1)], gradient, random)
 
 
 def _synthetic(like: Tensor, generator: Generator, dtype: torch.dtype | None) -> Tensor:
@@ -249,7 +280,7 @@ def _synthetic(like: Tensor, generator: Generator, dtype: torch.dtype | None) ->
     shape = (PROBES, *like.shape[1:])
     if like.is_floating_point():
         rows = torch.rand(shape, generator=generator, dtype=torch.float64)
-        rows[WATCHED] = 0.25 + rows[WATCHED] / 2
+        rows[MIDDLE] = 0.25 + rows[MIDDLE] / 2
         return rows.to(like.device, dtype or like.dtype)
     return torch.randint(0, 2, shape, generator=generator).to(like.device, like.dtype)
 
@@ -257,40 +288,8 @@ def _synthetic(like: Tensor, generator: Generator, dtype: torch.dtype | None) ->
 def _with_others(batch: Tensor) -> Tensor:
     """The batch with every value changed in all records but the watched one, so that their mean, spread and extremes
     are others too: those of large random rows would hardly move."""
-    if batch.is_floating_point():
-        others = 0.3 + (1 - batch) / 10
-    elif int(batch.max() if batch.numel() else 0) > 1:
-        others = (77 + (255 - batch.int()).div(10, rounding_mode="floor")).to(batch.dtype)
-    else:
-        others = batch.logical_not().to(batch.dtype)
-    others[WATCHED] = batch[WATCHED]
-    return others
-
-
-def _unusual(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches that share the watched record and hold what a batch-wide treatment may be for: far outliers, negative
-    values, records that end early, missing values. (Integers may stand for anything, and have none.)"""
-    if not batch.is_floating_point():
-        return
-    far = (batch - 0.5) * 1e3
-    yield batch, _beside(batch, far)
-    for own in (far, -far):
-        yield _beside(own, batch), own
-    wide = (batch - 0.5) * 6
-    yield wide, _beside(wide, -wide)
-    if batch.dim() > 1:
-        short = batch.clone()
-        short[:, (batch.shape[1] + 1) // 2 :] = 0
-        yield short, _beside(short, batch)
-    gaps = batch.clone()
-    gaps[WATCHED].view(-1)[:1] = math.nan
-    yield gaps, _beside(gaps, _with_others(batch))
-
-
-def _beside(batch: Tensor, others: Tensor) -> Tensor:
-    """The watched record of `batch` among `others`."""
-    others = others.clone()
-    others[WATCHED] = batch[WATCHED]
+    others = 0.3 + (1 - batch) / 10 if batch.is_floating_point() else batch.logical_not().to(batch.dtype)
+    others[MIDDLE] = batch[MIDDLE]
     return others
 
 
@@ -325,10 +324,10 @@ def _refuse_changed_state(probe: _Probe) -> None:
         if getattr(part, "max_norm", None) is not None:  # of rows that synthetic records may not reach
             raise PrivacyError(f"{name} has max_norm, which changes its weights by the records it reads; leave it out")
     for name, parameter in probe.module.named_parameters():
-        if not torch.equal(probe.parameters[name], parameter):
+        if not torch.equal(probe.parameters[name].to(parameter.device), parameter):
             raise PrivacyError(f"parameter {name} changes in a forward pass, by values of records; leave it constant")
     for name, buffer in probe.module.named_buffers():
-        if name not in probe.buffers or not torch.equal(probe.buffers[name], buffer):
+        if name not in probe.buffers or not torch.equal(probe.buffers[name].to(buffer.device), buffer):
             raise PrivacyError(
                 f"buffer {name} changes in a forward pass, by values of records without noise; make it constant, or "
                 "use a module without running state"
@@ -336,47 +335,73 @@ def _refuse_changed_state(probe: _Probe) -> None:
 
 
 def _refuse_coupling(probe: _Probe, batch: _Answer) -> list[str]:
+    """By a record's gradient, among ordinary others and alone."""
     others = probe.answer(_with_others(probe.inputs), _with_others(probe.targets))
     if not _same_gradient(batch, others, probe.tolerance):
-        if not torch.allclose(batch.outputs[WATCHED], others.outputs[WATCHED], rtol=probe.tolerance, atol=0):
+        if not _same(batch.output, others.output, probe.tolerance):
             raise PrivacyError(f"the model's output for a record depends on the others in its batch; {_NO_BATCHNORM}")
         raise PrivacyError("the loss of a record depends on the others in its batch; make it a function of that record")
-    if not batch.random:
-        alone = probe.answer(*_watched(probe.inputs, probe.targets))
-        if not _same_gradient(batch, alone, probe.tolerance):
-            raise PrivacyError(
-                "a record's gradient alone differs from its gradient in a batch; make model and loss independent of "
-                "the batch's size"
-            )
-    # Alone, a product may round otherwise, and of a saturated loss's gradient only rounding is left.
-    ordinary = sum(float(part.square().sum()) for part in batch.gradient if part is not None)
-    for left, right in _unusual(probe.inputs):
-        answers = []
-        with contextlib.suppress(PrivacyError):  # what fails on such records tells nothing of others
-            answers = [probe.answer(inputs, probe.targets) for inputs in (left, right)]
-            if not batch.random:
-                answers.append(probe.answer(*_watched(left, probe.targets)))
-        for answer, scale in zip(answers[1:], (0.0, ordinary), strict=False):
-            if not _same_gradient(answers[0], answer, probe.tolerance, scale):
-                raise PrivacyError(f"the gradient of a record depends on the others in its batch; {_NO_BATCHNORM}")
     if batch.random:
         return [
             "the model draws random numbers in its forward pass, so whether the size of a batch matters is unchecked"
         ]
+    alone = probe.answer(probe.inputs[MIDDLE, None], probe.targets[MIDDLE, None])
+    if not _same_gradient(batch, alone, probe.tolerance):
+        raise PrivacyError(
+            "a record's gradient alone differs from its gradient in a batch; make model and loss independent of the "
+            "batch's size"
+        )
     return []
 
 
-def _watched(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return inputs[WATCHED, None], targets[WATCHED, None]
+def _refuse_crowding(probe: _Probe, seeds: int) -> list[str]:
+    """By a record's loss in crowds, and alone unless there are several `seeds`, of a model that draws numbers.
+
+    On the CPU, where an integer out of range is an error and not the end of the device.
+    """
+    module, loss = probe.module.cpu(), probe.loss
+    inputs, targets = (Rows(rows[:0].cpu()) for rows in (probe.inputs, probe.targets))
+    outputs = _attempt(partial(_drawn, 0, module), inputs.draw(ORDINARY, 1, Generator()))
+    if outputs is None or _attempt(partial(loss, outputs), targets.draw(ORDINARY, 1, Generator())) is None:
+        return ["the model does not run on the CPU without gradients, so what unusual records do is unchecked"]
+    inputs, targets = inputs.widened(partial(_drawn, 0, module)), targets.widened(partial(loss, outputs))
+    for seed in range(seeds):
+        generator = Generator().manual_seed(seed)
+
+        def told(outputs: Any, labels: Tensor, seed: int = seed) -> Tensor | None:
+            return _attempt(partial(_drawn, seed, partial(loss, outputs)), labels)
+
+        for kind in inputs.kinds:
+            watched = inputs.watched(kind, generator)
+            batches = [*watched.split(1), *(inputs.crowd(watched, other, generator) for other in inputs.kinds)]
+            outputs = [_attempt(partial(_drawn, seed, module), batch) for batch in batches]
+            alone, crowds = outputs[: len(watched)], outputs[len(watched) :]
+            for mark in targets.kinds:
+                labels = targets.watched(mark, generator)
+                losses = [_joined([told(*each) for each in zip(alone, labels.split(1), strict=True)])]
+                for crowd, other in itertools.product(crowds, targets.kinds):
+                    losses.append(_seen(told(crowd, targets.crowd(labels, other, generator))))
+                if not _agree(losses[seeds > 1 :], probe.tolerance):
+                    raise PrivacyError(
+                        "the loss of a record depends on the others in its batch where some are unusual (missing, "
+                        "extreme, short or repeated); treat each record by itself"
+                    )
+    return []
 
 
-def _same_gradient(left: _Answer, right: _Answer, tolerance: float, least: float = 0.0) -> bool:
+@torch.no_grad()
+def _drawn(seed: int, function: Callable[[Tensor], Result], batch: Tensor) -> Result:
+    """With the numbers of a seed, where it draws any."""
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(seed)
+        return function(batch)
+
+
+def _same_gradient(left: _Answer, right: _Answer, tolerance: float) -> bool:
     # Over all parameters together: a part that is zero but for rounding has no scale of its own.
-    difference, largest = 0.0, least
-    for one, other in zip(left.gradient, right.gradient, strict=True):
-        if one is not None and other is not None:
-            difference += float((one - other).square().sum())
-            largest += max(float(one.square().sum()), float(other.square().sum()))
-        elif one is not other:
-            return False
+    difference = largest = 0.0
+    for pair in zip(left.gradient, right.gradient, strict=True):
+        one, other = (torch.zeros(()) if part is None else part for part in pair)
+        difference += float((one - other).square().sum())
+        largest += max(float(one.square().sum()), float(other.square().sum()))
     return difference <= tolerance**2 * largest
