@@ -358,6 +358,16 @@ def test_models_that_cannot_be_probed_are_refused_in_one_line():
         assert "\n" not in str(refusal.value)
 
 
+def test_a_model_that_needs_gradients_to_answer_is_a_warning():
+    class Slope(nn.Linear):
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0] @ self.weight.T
+
+    (warning,) = check_model(Slope(FEATURES, CLASSES, bias=False), cross_entropy, INPUTS, TARGETS)
+    assert "without gradients" in warning
+
+
 def test_models_that_insist_on_ordinary_values_pass():
     class Strict(nn.Linear):
         def forward(self, x):

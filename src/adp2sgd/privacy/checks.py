@@ -133,15 +133,14 @@ def check_rows(prepare: Preparation, augment: Augmentation | None, stored: Tenso
     """Refuse a `prepare` or `augment` in which one record touches another's row; returns warnings.
 
     Like `check_model`, it uses only dtype, device and row shape of `stored` (records as they are kept) and probes with
-    synthetic rows. An empty batch must pass too: a crash would tell that nobody was drawn.
+    synthetic rows, on the CPU too. An empty batch must pass: a crash would tell that nobody was drawn.
     """
     for count in (0, PROBES):
         batch = _synthetic(stored, Generator().manual_seed(0), None)[:count]
         if len(_told("prepare", prepare, batch)) != count:
             raise PrivacyError("the task's prepare returns more or fewer records than it gets; return a row for each")
     rows, generator = Rows(stored[:0].cpu()), Generator().manual_seed(0)
-    if _attempt(prepare, rows.draw(ORDINARY, 1, generator)) is None:
-        return ["the task's prepare does not run on the CPU, so whether records touch each other there is unchecked"]
+    ordinary = _told("prepare", prepare, rows.draw(ORDINARY, PROBES, generator))
     rows = rows.widened(prepare)
     for number, kind in enumerate(rows.kinds):
         watched = rows.watched(kind, generator)
@@ -150,10 +149,9 @@ def check_rows(prepare: Preparation, augment: Augmentation | None, stored: Tenso
         _refuse_mixing("prepare", [alone, *(_seen(crowd) for crowd in crowds)])
         if augment is None:
             continue
-        first = prepare(rows.draw(ORDINARY, PROBES, generator))
         for seed in range(number * SEEDS, (number + 1) * SEEDS):
             drawn = partial(_augmented, augment, seed)
-            if not _same(_told("augment", drawn, first), drawn(first)):
+            if not _same(_told("augment", drawn, ordinary), drawn(ordinary)):
                 raise PrivacyError("the task's augment draws numbers of its own; use the generator that it is given")
             _refuse_mixing("augment", [_seen(_attempt(drawn, crowd)) for crowd in crowds if crowd is not None])
     return []
@@ -277,12 +275,11 @@ def _synthetic(like: Tensor, generator: Generator, dtype: torch.dtype | None) ->
     """PROBES random rows of the shape of `like`, floats in `dtype`, between 0 and 1 and those of the watched row in the
     middle of it: it alone is neither the batch's largest nor its least. Integers are 0 or 1, which every vocabulary
     has."""
-    shape = (PROBES, *like.shape[1:])
-    if like.is_floating_point():
-        rows = torch.rand(shape, generator=generator, dtype=torch.float64)
+    rows = Rows(like).draw(ORDINARY, PROBES, generator).to(like.device)
+    if rows.is_floating_point():
         rows[MIDDLE] = 0.25 + rows[MIDDLE] / 2
-        return rows.to(like.device, dtype or like.dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(like.device, like.dtype)
+        rows = rows.to(dtype or like.dtype)
+    return rows
 
 
 def _with_others(batch: Tensor) -> Tensor:
