@@ -25,6 +25,8 @@ from adp2sgd.errors import Adp2sgdError, ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) → one loss per record."""
+Augment = Callable[[Tensor, Generator], Tensor]
+"""(prepared batch, generator) → the batch as training sees it."""
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ class Task:
     loss: Loss = cross_entropy
     metric: str = "accuracy"  # or "loss": a task without classes
     prepare: Callable[[Tensor], Tensor] = torch.Tensor.float  # batch as stored → what the model reads
-    augment: Callable[[Tensor, Generator], Tensor] | None = None  # training batches only, after `prepare`
+    augment: Augment | None = None  # training batches only, after `prepare`
     fitted: str | None = None
 
 

@@ -141,18 +141,23 @@ def level(cells: Sequence[tuple[str, float]], records: Sequence[Record], momentu
     return Finding(text, _verdict(near), [record for cell in cells for record in row[cell]])
 
 
-def noise_cost(records: Sequence[Record]) -> Finding | None:
+def noise_cost(
+    records: Sequence[Record], algorithms: Sequence[str] = paper.ALGORITHMS, noises: Sequence[float] = NOISY,
+    momentum: float = 0.0,
+) -> Finding | None:  # fmt: skip
     """What noise costs: each loss is within 1.5 points of the paper's."""
-    texts, near, row = [], [], _row(records)
-    if any((algorithm, sigma) not in row for algorithm in paper.NAMES for sigma in (0.0, *NOISY)):
+    texts, near, row = [], [], _row(records, momentum)
+    cells = [(algorithm, sigma) for algorithm in algorithms for sigma in (0.0, *noises)]
+    if not set(cells) <= set(row):
         return None
-    for algorithm, name in paper.NAMES.items():
-        lost = [_mean(row[algorithm, sigma]) - _mean(row[algorithm, 0.0]) for sigma in NOISY]
-        claimed = [_published(algorithm, sigma) - _published(algorithm, 0.0) for sigma in NOISY]
+    for algorithm in algorithms:
+        lost = [_mean(row[algorithm, sigma]) - _mean(row[algorithm, 0.0]) for sigma in noises]
+        claimed = [_published(algorithm, sigma) - _published(algorithm, 0.0) for sigma in noises]
         near += [abs(a - b) <= 1.5 for a, b in zip(lost, claimed, strict=True)]
-        texts.append(f"{name} {', '.join(signed(each) for each in lost)}")
-    files = [record for found in row.values() for record in found]
-    return Finding("; ".join(texts) + " points at σ = 1, 2, 4", _verdict(near), files)
+        texts.append(f"{paper.NAMES[algorithm]} {', '.join(signed(each) for each in lost)}")
+    levels = ", ".join(f"{sigma:g}" for sigma in noises)
+    files = [record for cell in cells for record in row[cell]]
+    return Finding(f"{'; '.join(texts)} points at σ = {levels}", _verdict(near), files)
 
 
 def _published(algorithm: str, sigma: float) -> float:

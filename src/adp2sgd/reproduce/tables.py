@@ -95,8 +95,7 @@ def accuracy_table(title: str, records: Sequence[Record]) -> list[Table]:
         row = [key.title, _noise(key), f"{key.epochs:g}", str(key.seed)]
         row += [_text(each, digits) for each in published]
         row += [shown(sync), shown(asynchronous), "–" if gap is None else signed(gap, digits)]
-        row += [shown(sync, "accuracy_recomputed"), shown(asynchronous, "accuracy_recomputed"), _single(asynchronous)]
-        row += [_epsilon(asynchronous or sync)]
+        row += [_recomputed(sync), _recomputed(asynchronous), _single(asynchronous), _epsilon(asynchronous or sync)]
         rows.append(row)
     columns = ["model", "noise", "epochs", "seed", "paper SYNC", "paper async", "SYNC", "async", "async − SYNC"]
     columns += ["SYNC, statistics recomputed", "async, statistics recomputed", "single async learners", "ε"]
@@ -108,6 +107,12 @@ def _without_empty(table: Table) -> Table:
     kept = [i for i in range(len(table.columns)) if {row[i] for row in table.rows} - {"–", "none"}]
     rows = [[row[i] for i in kept] for row in table.rows]
     return replace(table, columns=[table.columns[i] for i in kept], rows=rows)
+
+
+def _recomputed(record: Record | None) -> str:
+    """With BatchNorm statistics of the records as they are; and as training sees them, where that was taken."""
+    plain, augmented = (shown(record, f"accuracy_recomputed{which}") for which in ("", "_augmented"))
+    return plain if augmented in ("–", plain) else f"{plain} (augmented {augmented})"
 
 
 def _single(record: Record | None) -> str:

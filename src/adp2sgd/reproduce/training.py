@@ -25,7 +25,7 @@ from adp2sgd.errors import ConfigError, DivergedError
 from adp2sgd.record import Folder, Point, Run, read_result
 from adp2sgd.reproduce import paper
 from adp2sgd.reproduce.cells import Cell, Choice
-from adp2sgd.task import Task, digits
+from adp2sgd.task import Augment, Task, digits
 
 JITTER = Speeds(kind="log-normal", spread=0.1)  # equal learners; without it they would step in a fixed order
 QUICK_MODELS = {"cifar10": "cnn", "speech": "lstm"}
@@ -213,8 +213,12 @@ def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> d
     rate = None if resumed else round(run.global_steps * settings.batch_size / took)  # of a whole run only
     figures |= _figures(run) | {"images_per_second": rate}
     if not processes and settings.options.get("norm") == "batch":
-        again = recomputed(prepare(settings), average(_states(folder, settings)))
+        setup, theta = prepare(settings), average(_states(folder, settings))
+        again = recomputed(setup, theta)
         figures |= {"accuracy_recomputed": again.accuracy, "loss_recomputed": again.loss}
+        if setup.task.augment is not None:
+            again = recomputed(setup, theta, augment=setup.task.augment)
+            figures |= {"accuracy_recomputed_augmented": again.accuracy, "loss_recomputed_augmented": again.loss}
     return figures
 
 
@@ -280,9 +284,10 @@ def _states(folder: Path, settings: Config) -> list[Tensor]:
 
 
 @torch.no_grad()
-def recomputed(setup: Setup, theta: Tensor) -> Metrics:
-    """θ's quality with its BatchNorm statistics taken anew over the training records instead of averaged."""
-    model = setup.model
+def recomputed(setup: Setup, theta: Tensor, augment: Augment | None = None) -> Metrics:
+    """θ's quality with its BatchNorm statistics taken anew over the training records instead of averaged: over the
+    records as they are, or through `augment` as training sees them."""
+    model, generator = setup.model, torch.Generator(setup.model.device).manual_seed(0)
     model.weights.copy_(theta[: len(model.weights)])
     for layer in model.module.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -291,5 +296,6 @@ def recomputed(setup: Setup, theta: Tensor) -> Metrics:
     model.module.train()
     for inputs in setup.task.train.inputs.split(setup.config.batch_size):
         if len(inputs) > 1:
-            model.module(laid_out(setup.task.prepare(inputs.to(model.device))))
+            batch = setup.task.prepare(inputs.to(model.device))
+            model.module(laid_out(batch if augment is None else augment(batch, generator)))
     return evaluate(model, setup.task, torch.cat([model.weights, model.buffers]))
