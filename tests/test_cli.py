@@ -220,16 +220,30 @@ def test_the_demo_ends_in_a_table(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "adp2sgd", "simulate", "--set", "epochs=.1", "--json", "--quiet"]
+    runs = [subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    folders = {json.loads(run.communicate()[0])["folder"] for run in runs}
+    assert len(folders) == len(list((tmp_path / "runs").iterdir())) == 3
+
+
 @pytest.mark.parametrize(
     ("command", "sign"),
-    [("models", "building the models"), ("topology ring", "eigenvalues of 8 learners"), ("topology none", "unknown")],
+    [
+        ("models", "building the models"),
+        ("topology ring", "eigenvalues of 8 learners"),
+        ("topology none", "unknown"),
+        ("simulate --set epochs=1 --json", "preparing data, model and checks"),
+        ("simulate --set task=none", "preparing data, model and checks"),
+        ("train --set learners=1 --set epochs=0.1 --json", "preparing data, model and checks"),
+    ],
 )
-def test_a_terminal_shows_that_something_is_under_way(command: str, sign: str) -> None:
+def test_a_terminal_shows_that_something_is_under_way(command: str, sign: str, tmp_path: Path) -> None:
     """And takes it back before the answer, or the error, of which standard output holds nothing else."""
     ours, theirs = pty.openpty()
     arguments = [sys.executable, "-m", "adp2sgd", *command.split()]
     with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+        arguments, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}, cwd=tmp_path
     ) as process:
         os.close(theirs)
         shown = b""
@@ -238,7 +252,7 @@ def test_a_terminal_shows_that_something_is_under_way(command: str, sign: str) -
                 shown += part
         answer = process.communicate()[0].decode()
     os.close(ours)
-    assert sign in shown.decode()
+    assert sign in " ".join(shown.decode().split())
     assert shown.rpartition(b"\x1b[2K")[2].count(b"\n") == (process.returncode == 2)  # erased, but for an error's line
     assert "eigenvalues" not in answer
 

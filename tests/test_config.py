@@ -131,6 +131,9 @@ def test_settings_change_fields_as_toml_or_bare_words() -> None:
     )
     assert (changed.learners, changed.topology.graph, changed.optimizer.lr) == (4, "complete", 0.01)
     assert changed.options == {"hidden": [8]}
+    short = Config().with_settings(["optimizer.lr=.5", "epochs=3.", "optimizer.weight_decay=.1e-2", "options.name=.x"])
+    assert (short.optimizer.lr, short.epochs, short.optimizer.weight_decay) == (0.5, 3.0, 0.001)
+    assert short.options == {"name": ".x"}
 
 
 @pytest.mark.parametrize("setting", ["learners", "learners=many", "no.such=1", "learners.x=1"])

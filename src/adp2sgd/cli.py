@@ -246,14 +246,10 @@ def _chosen(config: Path | None, settings: list[str], out: Path | None, resume: 
 
 
 def _run_folder(task: str, algorithm: str) -> Path:
+    """A name of its own, also beside runs that begin in the same second."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     name = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in (task, algorithm))
-    folder = Path("runs") / f"{name}-{stamp}"
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = Path("runs") / f"{name}-{stamp}-{number}"
-    return folder
+    return Path("runs") / f"{name}-{stamp}-{os.getpid()}"
 
 
 def main() -> None:

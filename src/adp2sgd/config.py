@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 import types
 import typing
@@ -29,6 +30,7 @@ LEAST_EPSILON, LEAST_MULTIPLIER = 1e-12, 0.01  # less is a slip: nothing could b
 GRADIENT_ENGINES = ("auto", "loop")
 PRECISIONS = ("float32", "bfloat16")
 SPEEDS = ("constant", "one-slow", "random-slow", "log-normal", "list")
+SHORT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")  # .5 and 5., which TOML takes for no numbers
 
 
 def _require(holds: bool, key: str, value: object, fix: str) -> None:
@@ -314,7 +316,7 @@ class Config(Section):
         return tomli_w.dumps(self.to_dict())
 
     def with_settings(self, settings: Iterable[str]) -> Config:
-        """A copy changed by `a.b=value` settings; values are TOML, and a bare word is a string."""
+        """A copy changed by `a.b=value` settings; values are TOML, a bare word is a string, and .5 is 0.5."""
         raw = self.to_dict()
         for setting in settings:
             key, found, text = setting.partition("=")
@@ -428,7 +430,7 @@ def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text
+        return float(text) if SHORT_NUMBER.fullmatch(text) else text
 
 
 def _put(raw: dict[str, Any], key: str, value: Any) -> None:

@@ -36,7 +36,7 @@ def progress(config: Config, label: str | None = None, quiet: bool = False) -> I
     else:
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
         with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(head)
+            task = bar.add_task(f"{head} · preparing data, model and checks", total=None)
             yield lambda status: bar.update(
                 task,
                 completed=status.global_steps,

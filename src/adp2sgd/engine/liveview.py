@@ -29,7 +29,7 @@ def watching(quiet: bool = False) -> Iterator[Callable[[Supervisor], None]]:
     elif not console.is_terminal:
         yield _Lines(console.print)
     else:
-        with Live(console=console, transient=True, auto_refresh=False) as live:
+        with Live("preparing data, model and checks", console=console, transient=True, auto_refresh=False) as live:
             yield _Redrawing(live.update)
 
 
