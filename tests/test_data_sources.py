@@ -757,6 +757,29 @@ def test_table_refuses_what_does_not_fit(change: dict[str, object], parts: tuple
         table.load(path, **{**DECLARED, **change})
 
 
+@pytest.mark.parametrize(
+    ("row", "changes", "words"),
+    [
+        ("old,mild,1,train", {"ranges": {"age": (0, 100)}}, "'old' in column 'age' is no number"),
+        ("inf,mild,1,train", {}, "'inf' in column 'age' is infinite"),
+        ("40,wild,1,train", {"categories": {"kind": ("mild",)}}, "column 'kind' holds 'wild'"),
+        ("40,mild,2,train", {"classes": (0, 1)}, "label '2' in column 'ill'"),
+        ("40,mild,?,train", {}, "lacks a label"),
+        ("40,mild,1,both", {"split": "part"}, "column 'part' holds 'both'"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_file_and_its_number_there(
+    row: str, changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    rows = ["age,kind,ill,part", "30,mild,0,train", "31,mild,1,test"]
+    (tmp_path / "north.csv").write_text("\n".join([*rows, "32,mild,0,train"]))
+    (tmp_path / "south.csv").write_text("\n".join([*rows, row]))
+    with refused("south.csv, record 3: ", words):
+        table.load(tmp_path, **{"label": "ill", "test_fraction": 0.5, **changes})
+    with refused("south.csv, record 3: ", words):
+        table.load(tmp_path / "south.csv", **{"label": "ill", "test_fraction": 0.5, **changes})
+
+
 def test_table_refuses_damaged_files(tmp_path: Path) -> None:
     with refused("nowhere.csv", "cannot read"):
         table.load(tmp_path / "nowhere.csv", label="ill")

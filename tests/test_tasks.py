@@ -183,7 +183,7 @@ def test_a_value_that_is_no_number_is_named(tmp_path: Path) -> None:
     columns = patients()
     columns["age"][4] = "old"
     path = write_table(tmp_path / "patients.csv", columns)
-    with pytest.raises(DataError, match="column 'age', record 5: 'old' is no number"):
+    with pytest.raises(DataError, match=r"patients\.csv, record 5: 'old' in column 'age' is no number"):
         resolve("table", {"path": str(path), "label": "ill", "ranges": {"age": [0, 100]}})
 
 

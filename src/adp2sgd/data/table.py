@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,14 +22,18 @@ SPLITS = {"train": False, "test": True}
 Column = list[str]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+Where = Callable[[int], str]
+"""A row's file, and its number there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Schema:
-    """What the user declared about the columns; `fitted` collects what had to be taken from the records instead."""
+    """What the user declared about the columns; `fitted` collects what had to be taken from the records instead.
+    `where` tells the place of a row that contradicts it."""
 
     ranges: Mapping[str, tuple[float, float]]
     categories: Mapping[str, Sequence[str]]
+    where: Where
     fitted: list[str] = field(default_factory=list)
 
 
@@ -52,15 +56,15 @@ def load(
     (ranges, categories, classes) is taken from the records, and `fitted` names it: private training then refuses.
     Rows are held out by `split` (values train and test) or by a hash of their own content.
     """
-    table, ignore = _read(Path(path)), [ignore] if isinstance(ignore, str) else ignore
+    (table, where), ignore = _read(Path(path)), [ignore] if isinstance(ignore, str) else ignore
     site = "site" if Path(path).is_dir() and site is None else site
     named = {"label": label, "site": site, "split": split}
     declared = {name: [str(value) for value in values] for name, values in (categories or {}).items()}
-    schema = _Schema(ranges=ranges or {}, categories=declared)
+    schema = _Schema(ranges=ranges or {}, categories=declared, where=where)
     for name in [*(name for name in named.values() if name), *schema.ranges, *schema.categories, *ignore]:
         if name not in table:
             raise ConfigError(f"column {name!r} is not in {path}; it has {list(table)}")
-    test = _test_rows(table, split, test_fraction)
+    test = _test_rows(table, split, test_fraction, where)
     targets, names = _targets(table[label], label, classes, schema)
     owners, site_names = _codes(table[site]) if site else (None, ())
     features = [name for name in table if name not in {*named.values(), *ignore}]
@@ -72,10 +76,11 @@ def load(
     return Source(train=train, test=held, classes=len(names), fitted=", ".join(schema.fitted) or None)
 
 
-def _read(path: Path) -> dict[str, Column]:
-    """The columns by name, as text. A folder's files are stacked, with the file's name in the column `site`."""
+def _read(path: Path) -> tuple[dict[str, Column], Where]:
+    """The columns by name, as text, and where each row stands. A folder's files are stacked, with the file's name in
+    the column `site`."""
     if not path.is_dir():
-        return _read_file(path)
+        return _read_file(path), lambda row: f"{path}, record {row + 1}"
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
     if not files:
         raise DataError(f"{path} holds no {' or '.join(READERS)} file; put one per site there")
@@ -86,9 +91,14 @@ def _read(path: Path) -> dict[str, Column]:
             odd = sorted(set(table) ^ set(columns))
             raise DataError(f"{path}: {name} and {files[0].stem} differ in the columns {odd}; give all sites the same")
     joined = {name: [value for table in tables.values() for value in table[name]] for name in columns}
+    places = [(file, row) for file, table in zip(files, tables.values(), strict=True) for row in range(_rows(table))]
     if "site" not in joined:
-        joined["site"] = [name for name, table in tables.items() for _ in table[columns[0]]]
-    return joined
+        joined["site"] = [file.stem for file, _ in places]
+    return joined, lambda row: f"{places[row][0]}, record {places[row][1] + 1}"
+
+
+def _rows(table: dict[str, Column]) -> int:
+    return len(next(iter(table.values()), ()))
 
 
 def _read_file(path: Path) -> dict[str, Column]:
@@ -97,7 +107,7 @@ def _read_file(path: Path) -> dict[str, Column]:
     if path.suffix.lower() not in READERS:
         raise DataError(f"{path} is neither {' nor '.join(READERS)}; convert it to one of them")
     table = READERS[path.suffix.lower()](path)
-    if not table or not len(next(iter(table.values()))):
+    if not _rows(table):
         raise DataError(f"{path} holds no record; the first line names the columns, each further line is a record")
     return table
 
@@ -136,14 +146,15 @@ def _read_parquet(path: Path) -> dict[str, Column]:
 READERS = {".csv": _read_csv, ".parquet": _read_parquet}
 
 
-def _test_rows(table: dict[str, Column], split: str | None, fraction: float) -> Bools:
+def _test_rows(table: dict[str, Column], split: str | None, fraction: float, where: Where) -> Bools:
     """Which rows are held out. By content: adding or removing a record never moves another."""
     if split is None:
         rows = zip(*(table[name] for name in sorted(table)), strict=True)
         test = np.array([held_out("\x1f".join(row).encode(), fraction) for row in rows])
     else:
-        if unknown := set(table[split]) - set(SPLITS):
-            raise DataError(f"column {split!r} holds {min(unknown)!r}; use {' or '.join(SPLITS)}")
+        for row, value in enumerate(table[split]):
+            if value not in SPLITS:
+                raise DataError(f"{where(row)}: column {split!r} holds {value!r}; use {' or '.join(SPLITS)}")
         test = np.array([SPLITS[value] for value in table[split]])
     if test.all() or not test.any():
         raise DataError(f"{len(test)} records give no {'training' if test.all() else 'test'} set; change the split")
@@ -155,14 +166,18 @@ def _targets(
 ) -> tuple[torch.Tensor, Sequence[str]]:
     """Class indices and the names of the classes."""
     if classes is None:
-        if any(value in MISSING for value in column):
-            raise DataError(f"column {label!r} lacks a label; drop such records")
+        for row, value in enumerate(column):
+            if value in MISSING:
+                raise DataError(f"{schema.where(row)}: column {label!r} lacks a label; drop such records")
         schema.fitted.append(f"classes of {label!r} (declare options.classes)")
         return _codes(column)
     index = {str(name): i for i, name in enumerate(classes)}
-    for value in column:
+    for row, value in enumerate(column):
         if value not in index:
-            raise DataError(f"label {value!r} in column {label!r} is none of {list(index)}; correct it or the classes")
+            raise DataError(
+                f"{schema.where(row)}: label {value!r} in column {label!r} is none of {list(index)}; correct it or the "
+                "classes"
+            )
     return torch.tensor([index[value] for value in column]), list(index)
 
 
@@ -176,12 +191,13 @@ def _encode(name: str, column: Column, train: Bools, schema: _Schema) -> Floats:
     """[n, width]: the scaled number or the one-hot category, zero where missing; then the indicator of missing."""
     missing = np.array([value in MISSING for value in column])
     if name in schema.categories:
-        values = _one_hot(name, column, missing, schema.categories[name])
+        values = _one_hot(name, column, missing, schema.categories[name], schema.where)
     elif name in schema.ranges:
         low, high = schema.ranges[name]
         if not low < high:
             raise ConfigError(f"ranges: {name} = ({low}, {high}) is empty; give (low, high) with low < high")
-        values = np.clip(2 * (_numbers(name, column, missing) - low) / (high - low) - 1, -1, 1)[:, None]
+        numbers = _numbers(name, column, missing, schema.where)
+        values = np.clip(2 * (numbers - low) / (high - low) - 1, -1, 1)[:, None]
     else:
         values = _fit(name, column, missing, train, schema)
     return np.column_stack([np.where(missing[:, None], 0.0, values), missing])
@@ -192,9 +208,9 @@ def _fit(name: str, column: Column, missing: Bools, train: Bools, schema: _Schem
     if not _numeric(column, missing):
         schema.fitted.append(f"categories of {name!r} (declare options.categories, or options.ignore it)")
         known = sorted({value for value, gone in zip(column, missing, strict=True) if not gone})
-        return _one_hot(name, column, missing, known)
+        return _one_hot(name, column, missing, known, schema.where)
     schema.fitted.append(f"mean and deviation of {name!r} (declare options.ranges)")
-    numbers = _numbers(name, column, missing)
+    numbers = _numbers(name, column, missing, schema.where)
     seen = numbers[train & ~missing]
     mean, std = (seen.mean(), seen.std()) if len(seen) else (0.0, 1.0)
     return ((numbers - mean) / (std or 1.0))[:, None]
@@ -208,26 +224,34 @@ def _numeric(column: Column, missing: Bools) -> bool:
     return True
 
 
-def _numbers(name: str, column: Column, missing: Bools) -> Floats:
+def _numbers(name: str, column: Column, missing: Bools, where: Where) -> Floats:
     """The column as numbers, zero where missing."""
     numbers = np.zeros(len(column))
-    for row in np.flatnonzero(~missing):
+    for row in _present(missing):
+        value = column[row]
         try:
-            numbers[row] = float(column[row])
+            numbers[row] = float(value)
         except ValueError:
             raise DataError(
-                f"column {name!r}, record {row + 1}: {column[row]!r} is no number; correct it or declare its categories"
+                f"{where(row)}: {value!r} in column {name!r} is no number; correct it or declare its categories"
             ) from None
-    if not np.isfinite(numbers).all():
-        raise DataError(f"column {name!r} holds an infinite number; correct it or leave it empty")
+        if not np.isfinite(numbers[row]):
+            raise DataError(f"{where(row)}: {value!r} in column {name!r} is infinite; correct it or leave it empty")
     return numbers
 
 
-def _one_hot(name: str, column: Column, missing: Bools, known: Sequence[str]) -> Floats:
+def _one_hot(name: str, column: Column, missing: Bools, known: Sequence[str], where: Where) -> Floats:
     index = {value: i for i, value in enumerate(known)}
-    unknown = {value for value, gone in zip(column, missing, strict=True) if not gone} - set(index)
-    if unknown:
-        raise DataError(f"column {name!r} holds {min(unknown)!r}, not in its categories {list(known)}; add it")
+    for row in _present(missing):
+        if column[row] not in index:
+            raise DataError(
+                f"{where(row)}: column {name!r} holds {column[row]!r}, not in its categories {list(known)}; add it"
+            )
     codes = np.array([index.get(value, 0) for value in column])
     rows: Floats = np.eye(len(known))[codes]
+    return rows
+
+
+def _present(missing: Bools) -> list[int]:
+    rows: list[int] = np.flatnonzero(~missing).tolist()
     return rows
