@@ -238,6 +238,37 @@ def test_what_is_lost_in_a_convolution_is_allowed_for(monkeypatch):
     assert torch.linalg.vector_norm(share.total.double()) <= 1 + 1e-6
 
 
+@pytest.mark.parametrize("kind", ["linear", "positions", "convolution", "wide convolution"])
+def test_a_share_below_float32s_numbers_is_not_rounded_up(kind, monkeypatch):
+    """Weights for which factor × gradient is little more than half of float32's least number: rounded up to the whole
+    of it, and multiplied with inputs as large, a share would be twice the clip norm."""
+    size, clip_norm, steep, inputs = 64, 1e-5, 1e-7, torch.ones(1, 1)
+    if kind == "linear":
+        first, second, last = nn.Linear(1, size), nn.Linear(size, size), nn.Linear(size, 2)
+    elif kind == "positions":
+        first, second, last = nn.Linear(1, size), nn.Linear(size, size), nn.Linear(2 * size, 2)
+        inputs = torch.ones(1, 2, 1)
+    else:
+        first, second, last = nn.Conv2d(1, 8, 1), nn.Conv2d(8, size, 4), nn.Linear(size, 2)
+        inputs = torch.ones(1, 1, 4, 4)
+    if kind == "wide convolution":  # norms of formed gradients must stay below 1e19, else they count as infinite
+        clip_norm, steep = 1e-6, 1e-20
+        monkeypatch.setattr(convolution.Convolution, "_cost", lambda self: {"ghost": 2.0, "per-record": 1.0})
+        monkeypatch.setattr(rules, "most_kept", lambda device: 0)
+    network = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), last)
+    model = FlatModel(network)
+    engine = BookKeeping(model, cross_entropy)
+    for large in torch.logspace(36, 38.4, 200, dtype=torch.float64):
+        with torch.no_grad():
+            model.weights.zero_()
+            first.bias.fill_(float(large))
+            second.bias.fill_(1e-3)
+            last.weight[0] = steep
+        share = engine.clipped_sum(inputs, torch.zeros(1, dtype=torch.long), clip_norm)
+        assert share.norms[0] > clip_norm
+        assert torch.linalg.vector_norm(share.total.double()) <= clip_norm * (1 + 1e-6)
+
+
 def test_a_scaled_gradient_in_half_precision_is_split_without_loss():
     gradients = torch.randn(100_000).mul(torch.logspace(-8, 8, 100_000)).bfloat16()
     factors = torch.rand(100_000)

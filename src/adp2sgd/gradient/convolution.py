@@ -100,20 +100,17 @@ class Convolution:
     def measure(self) -> Measured:
         self.inputs, self.outputs = as_multiplied(self.inputs, KIND), as_multiplied(self.outputs, KIND)
         unit, terms = roundoff(self.inputs, KIND), self.fold * prod(self.outputs.shape[2:])
+        numbers = self.outputs.shape[1] * terms
         if self.rule == "per-record":
-            doubt = unit * (self._reach() * lengths(self._by_record(self.outputs))).sqrt()
-            return Measured(squares(self.per_record()), doubt, terms, self._lost(terms))
+            # A pixel is in at most as many patches as the kernel has positions.
+            patches = prod(self.geometry.kernel) * lengths(self._by_record(self.inputs))
+            doubt = unit * (patches * lengths(self._by_record(self.outputs))).sqrt()
+            return Measured(squares(self.per_record()), doubt, terms, underflow(numbers, patches))
         gram_in, gram_out = self._grams()
         dots = (gram_in * gram_out).sum((1, 2)).view(self.n, -1).sum(1)
         far = torch.linalg.vector_norm(reach(gram_in, gram_out).view(self.n, -1), dim=1)
-        return Measured(dots, unit * far, terms, self._lost(terms))
-
-    def _reach(self) -> Tensor:
-        """[n]: at least the squares of all patches. A pixel is in at most as many as the kernel has positions."""
-        return prod(self.geometry.kernel) * lengths(self._by_record(self.inputs))
-
-    def _lost(self, terms: int) -> Tensor | None:
-        return underflow(self.outputs.shape[1] * terms, self._reach()) if self.halves else None
+        patches = gram_in.diagonal(dim1=1, dim2=2).reshape(self.n, -1).sum(1)
+        return Measured(dots, unit * far, terms, underflow(numbers, patches))
 
     def _grams(self) -> tuple[Tensor, Tensor]:
         """[n·groups, length, length] of the patches and of the gradients at the outputs, in float64."""

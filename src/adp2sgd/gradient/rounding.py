@@ -28,7 +28,8 @@ TRANSFORMED = 64 * 2.0**-24
 """What convolution by Winograd's or Fourier's transform may add, which cuDNN is free to choose."""
 
 SMALLEST = 2.0**-124
-"""What a number in three parts of bfloat16 may lack, whether a GPU takes parts below 2^-126 as they are or as zero."""
+"""What a gradient times its clip factor may be wrong by, however small it is: in float32 by 2^-150, or 2^-126 where such
+small numbers count as zero; in three parts of bfloat16 by what each part lacks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +83,9 @@ def _tensor_float(kind: str) -> bool:
 
 
 def underflow(numbers: int, inputs: Tensor) -> Tensor:
-    """[n]: the norm of what a share may lack where so many gradients at the outputs of each record, times the clip
-    factor, are split into three; `inputs`: the squares of all that they are multiplied with."""
+    """[n]: the norm of what a share may be wrong by where so many gradients at the outputs of each record are first
+    multiplied with the clip factor, and then with inputs; `inputs`: the squares of all of these. Of little weight, but
+    where weights are made for it: inputs of 1e38, and gradients that the factor brings below float32's numbers."""
     return SMALLEST * (numbers * inputs).sqrt()
 
 

@@ -123,14 +123,13 @@ class Linear:
     def measure(self) -> Measured:
         self.inputs, self.outputs = as_multiplied(self.inputs, MATMUL), as_multiplied(self.outputs, MATMUL)
         x, g, t, unit = self.inputs, self.outputs, self.inputs.shape[1], roundoff(self.inputs, MATMUL)
-        lost = underflow(t * g.shape[2], lengths(x)) if in_halves(x, g) else None
-        if t == 1:
-            found = lengths(x) * lengths(g)
-            return Measured(found, unit * found.sqrt(), 1, lost)
-        if self.rule == "per-record":
-            return Measured(squares(self.per_record()), unit * (lengths(x) * lengths(g)).sqrt(), t, lost)
-        gram_in, gram_out = gram(x), gram(g)
-        return Measured((gram_in * gram_out).sum((1, 2)), unit * reach(gram_in, gram_out), t, lost)
+        if t > 1 and self.rule == "ghost":
+            gram_in, gram_out = gram(x), gram(g)
+            lost = underflow(t * g.shape[2], gram_in.diagonal(dim1=1, dim2=2).sum(1))
+            return Measured((gram_in * gram_out).sum((1, 2)), unit * reach(gram_in, gram_out), t, lost)
+        inputs = lengths(x)
+        most, lost = inputs * lengths(g), underflow(t * g.shape[2], inputs)
+        return Measured(most if t == 1 else squares(self.per_record()), unit * most.sqrt(), t, lost)
 
     def per_record(self) -> Tensor:
         return product(self.outputs.transpose(1, 2), self.inputs)
