@@ -243,6 +243,51 @@ def test_a_ledger_that_is_gone_is_missed(tmp_path: Path) -> None:
         budget(tmp_path)
 
 
+def test_an_older_copy_of_the_ledger_is_noticed_by_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Else the run would draw anew what the copy does not know of, and report what its plan says."""
+    path, copies = tmp_path / "ledger.jsonl", [b""]
+    first = budget(tmp_path, run="first")
+    for _ in range(40):
+        first.draw()
+    first.close()
+    copies.append(path.read_bytes())
+    own = budget(tmp_path)
+    copies.append(path.read_bytes())
+    for _ in range(10):
+        own.draw()
+    copies.append(path.read_bytes())  # of a run that is killed now: all that is known of it is its start
+    (tmp_path / "killed").mkdir()
+    shutil.copy(tmp_path / "run/plan.json", tmp_path / "killed/plan.json")
+    own.close()
+    whole = path.read_bytes()
+    for copy in copies[1:]:
+        path.write_bytes(copy)
+        for refused in (budget, read):
+            with pytest.raises(LedgerError, match="lacks steps that the run has charged to it: an older copy; restore"):
+                refused(tmp_path)
+    path.write_bytes(copies[3])
+    budget(tmp_path, run="killed").close()
+    path.unlink()
+    budget(tmp_path, run="another").close()  # begins the ledger anew
+    with pytest.raises(LedgerError, match="lacks steps"):
+        budget(tmp_path)
+    path.write_bytes(whole)
+    again = budget(tmp_path)
+    assert again.steps == 10
+    again.close()
+
+
+def read(folder: Path) -> Budget:
+    return Budget.read(folder / "ledger.jsonl", EIGHT, plan_path=folder / "run" / "plan.json", seeded=False)
+
+
+def test_two_ledgers_of_one_content_are_told_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        ledger.Ledger.open(tmp_path / name, dataset="heart", site="cleveland").close()
+    sums = {ledger.Ledger.closed(tmp_path / name).mark.sum for name in ("a", "b")}
+    assert len(sums) == 2
+
+
 SITES = """
 import torch
 from torch import nn

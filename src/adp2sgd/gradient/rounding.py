@@ -28,8 +28,8 @@ TRANSFORMED = 64 * 2.0**-24
 """What convolution by Winograd's or Fourier's transform may add, which cuDNN is free to choose."""
 
 SMALLEST = 2.0**-124
-"""What a gradient times its clip factor may be wrong by, however small it is: in float32 by 2^-150, or 2^-126 where such
-small numbers count as zero; in three parts of bfloat16 by what each part lacks."""
+"""What a gradient times its clip factor may be wrong by, however small it is: in float32 by 2^-150, or 2^-126 where
+such small numbers count as zero; in three parts of bfloat16 by what each part lacks."""
 
 
 @dataclass(frozen=True, eq=False)

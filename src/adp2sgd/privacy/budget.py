@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
 from adp2sgd.files import replacing
 from adp2sgd.privacy.accountant import Spent, epsilon
 from adp2sgd.privacy.calibrate import noise_for, steps_for
-from adp2sgd.privacy.ledger import Ledger
+from adp2sgd.privacy.ledger import Ledger, Mark, require
 from adp2sgd.privacy.mechanism import Composed, Guarantee, SampledGaussian, beside_count
 
 NOTHING = Composed(())
@@ -83,10 +85,14 @@ class Budget:
     Guarantee: `draw` returns only while fewer than `max_steps` steps count as spent in this run, over all its starts.
     """
 
-    def __init__(self, plan: Plan, ledger: Ledger, *, seeded: bool) -> None:
+    def __init__(
+        self, plan: Plan, ledger: Ledger, *, seeded: bool, remember: Callable[[Mark], None] | None = None
+    ) -> None:
+        """`remember` keeps how far the ledger had come when it is closed."""
         self.plan = plan
         self.seeded = seeded
         self._ledger = ledger
+        self._remember = remember
         self._failure: LedgerError | None = None
         counted = dict(ledger.spent().parts).get(plan.mechanism, 0)
         self._left = max(0, plan.max_steps - (counted - dict(plan.before.parts).get(plan.mechanism, 0)))
@@ -105,10 +111,11 @@ class Budget:
         plan_path: Path,
         seeded: bool,
     ) -> Budget:
-        """Open the ledger at `path`; the run's plan is made at its first start and kept in `plan_path`."""
+        """Open the ledger at `path`; the run's plan is made at its first start and kept in `plan_path`, with a mark of
+        what the ledger held when the run last began or ended: one that lacks it is refused."""
         kept = read_plan(plan_path) if plan_path.exists() else None
         if kept is not None:
-            charged = kept[1].absolute()
+            charged = kept.ledger.absolute()
             if charged != path.absolute():
                 fix = "go on where it was started"
                 raise LedgerError(f"the run is charged to {charged}, not to {path.absolute()}; {fix}")
@@ -118,7 +125,9 @@ class Budget:
         ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
         try:
             if kept is not None:
-                fixed = _adjusted(kept[0], privacy, ledger.spent())
+                require(path, kept.mark)
+                made = kept.plan
+                fixed = _adjusted(made, privacy, ledger.spent())
                 if fixed.mechanism.sample_rate != batch_size / records:
                     raise PrivacyError(
                         f"the run was planned at sample rate {fixed.mechanism.sample_rate:.6g}, but batch_size = "
@@ -127,7 +136,7 @@ class Budget:
                     )
             else:
                 try:
-                    fixed = plan(
+                    made = fixed = plan(
                         privacy,
                         records=records,
                         batch_size=batch_size,
@@ -139,8 +148,13 @@ class Budget:
                         raise
                     spent = epsilon(ledger.spent(), 1, privacy.delta, "pld", privacy.adjacency).epsilon
                     raise PrivacyError(f"earlier runs have spent ε = {spent:.4g} in {path}: {error}") from None
-                _write_plan(plan_path, fixed, path)
-            return cls(fixed, ledger, seeded=seeded)
+            _write_plan(plan_path, made, path, ledger.mark)
+
+            def remember(mark: Mark) -> None:
+                if plan_path.exists():  # else the run could not begin
+                    _write_plan(plan_path, made, path, mark)
+
+            return cls(fixed, ledger, seeded=seeded, remember=remember)
         except BaseException:
             ledger.close()
             raise
@@ -148,8 +162,9 @@ class Budget:
     @classmethod
     def read(cls, path: Path, privacy: config.Privacy, *, plan_path: Path, seeded: bool) -> Budget:
         """A budget for its figures alone, also while another process has the ledger."""
-        ledger = Ledger.closed(path)
-        return cls(_adjusted(read_plan(plan_path)[0], privacy, ledger.spent()), ledger, seeded=seeded)
+        kept, ledger = read_plan(plan_path), Ledger.closed(path)
+        require(path, kept.mark)
+        return cls(_adjusted(kept.plan, privacy, ledger.spent()), ledger, seeded=seeded)
 
     @property
     def exhausted(self) -> bool:
@@ -218,6 +233,9 @@ class Budget:
         """Return what was reserved and not drawn. Figures stay available."""
         self._left += self._ledger.remaining
         self._ledger.close()
+        if self._remember is not None:
+            with suppress(OSError):  # the mark of the start remains
+                self._remember(self._ledger.mark)
 
 
 def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
@@ -246,19 +264,29 @@ def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
     return replace(fixed, before=before, max_steps=max(cap, counted))  # what was taken is reported, beyond the cap too
 
 
-def _write_plan(path: Path, fixed: Plan, ledger: Path) -> None:
+@dataclass(frozen=True)
+class Kept:
+    """What a run keeps of its budget: the plan, the ledger that it is charged to, and how far that had come."""
+
+    plan: Plan
+    ledger: Path
+    mark: Mark
+
+
+def _write_plan(path: Path, fixed: Plan, ledger: Path, mark: Mark) -> None:
     # A ledger beside the plan is named without its folder, so that a run can be moved as a whole.
     name = ledger.name if ledger.parent == path.parent else str(ledger.absolute())
     with replacing(path) as part:
-        part.write_text(json.dumps({"ledger": name, **asdict(fixed)}), encoding="utf-8")
+        part.write_text(json.dumps({"ledger": name, "mark": asdict(mark), **asdict(fixed)}), encoding="utf-8")
 
 
-def read_plan(path: Path) -> tuple[Plan, Path]:
-    """A learner's plan, and the ledger that it is charged to."""
+def read_plan(path: Path) -> Kept:
+    """What the run of a learner has kept in `path`."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        ledger = path.parent / raw.pop("ledger")
+        ledger, mark = path.parent / raw.pop("ledger"), Mark(**raw.pop("mark"))
         parts = tuple((SampledGaussian(**mechanism), count) for mechanism, count in raw["before"]["parts"])
-        return Plan(**{**raw, "mechanism": SampledGaussian(**raw["mechanism"]), "before": Composed(parts)}), ledger
+        fixed = Plan(**{**raw, "mechanism": SampledGaussian(**raw["mechanism"]), "before": Composed(parts)})
+        return Kept(fixed, ledger, mark)
     except (OSError, ValueError, KeyError, TypeError):
         raise LedgerError(f"{path} is gone or damaged; restore it, or start a new run on the same ledger") from None

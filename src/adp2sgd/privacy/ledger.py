@@ -1,6 +1,6 @@
 """The privacy that one site has spent on one data set, over all its runs: a durable file of JSON lines.
 
-    {"ledger":1,"dataset":…,"site":…,"block":32,"sum":…}   the header, whole before the file gets its name
+    {"ledger":1,"dataset":…,"site":…,"block":32,"id":…,"sum":…}   the header, whole before the file gets its name
     {"start":3,"run":…,"pid":…,"host":…,"sum":…}           a process holds the lock; 3 is its fencing token
     {"mechanism":{…},"token":3,"sum":…}                    what the steps that follow are
     {"reserve":32,"token":3,"sum":…}                       synced before the first of these steps is drawn
@@ -9,7 +9,8 @@
 
 Each line is synced before the next one is written, so a crash can tear only the last. All lines after the header
 have one width, so damage cannot hide how many there were. `sum` covers the line and the sum before it: an altered,
-lost or moved line is noticed. What no file can notice is that it was deleted, or replaced by an older copy of itself.
+lost or moved line is noticed. What no file can notice is that it was deleted, or replaced by an older copy of itself:
+a run that goes on does, by the `Mark` that its plan keeps. `id` is random, so that no two files are taken for one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ VERSION = 1
 WIDTH = 256  # bytes of every line but the header
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _RESTORE = "restore the copy made after the last run; without it nobody can say what this data set has spent"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far a ledger had come: the bytes of its lines, and the last one's sum, which covers all before it."""
+
+    size: int
+    sum: str
 
 
 @dataclass(kw_only=True)
@@ -75,6 +84,14 @@ class Account:
         if self.damaged and self.mechanism is not None:
             steps[self.mechanism] = steps.get(self.mechanism, 0) + self.block
         return Composed(tuple(steps.items()))
+
+
+def require(path: Path, mark: Mark) -> None:
+    """Refuse a ledger that lacks what stood in it up to `mark`: an older copy of it, or one that was begun anew."""
+    with _told(path, "read"):
+        before = path.read_bytes()[: mark.size]
+    if len(before) < mark.size or not before.rstrip().endswith(f'"sum":"{mark.sum}"}}'.encode()):
+        raise LedgerError(f"the ledger {path} lacks steps that the run has charged to it: an older copy; {_RESTORE}")
 
 
 def read(path: str | Path) -> Account:
@@ -130,7 +147,8 @@ class Ledger:
         path = Path(path).absolute()
         with _told(path, "opened"):
             if not os.path.lexists(path):
-                _create(path, {"ledger": VERSION, "dataset": dataset, "site": site, "block": block})
+                header = {"ledger": VERSION, "dataset": dataset, "site": site, "block": block}
+                _create(path, header | {"id": secrets.token_hex(8)})
             descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         try:
             _lock(path, descriptor)
@@ -162,6 +180,11 @@ class Ledger:
     def token(self) -> int:
         """Grows with every start."""
         return self._account.token
+
+    @property
+    def mark(self) -> Mark:
+        """After the last line that this process has read or written."""
+        return Mark(self._account.size, self._account.sum)
 
     def spent(self) -> Composed:
         """Every step that was or may have been drawn from the data set in any run; what is reserved counts."""

@@ -10,7 +10,7 @@ from adp2sgd import config
 from adp2sgd.errors import ConfigError
 from adp2sgd.privacy.accountant import epsilon
 from adp2sgd.privacy.budget import read_plan
-from adp2sgd.privacy.ledger import read
+from adp2sgd.privacy.ledger import read, require
 
 SEEDED = "the run is seeded: ε describes the mechanism, not this run"
 
@@ -48,9 +48,11 @@ def _of_run(path: Path, delta: float | None, adjacency: str | None) -> list[Row]
         raise ConfigError(f"{path} holds a run without a privacy guarantee; there is no ledger")
     rows = []
     for learner in range(settings.learners):
-        plan, ledger = read_plan(path / f"learner-{learner}" / "plan.json")
+        kept = read_plan(path / f"learner-{learner}" / "plan.json")
         note = "" if settings.seed is None else SEEDED
-        rows.append(_row(ledger, plan.delta if delta is None else delta, adjacency or plan.adjacency, note))
+        row = _row(kept.ledger, kept.plan.delta if delta is None else delta, adjacency or kept.plan.adjacency, note)
+        require(kept.ledger, kept.mark)
+        rows.append(row)
     return rows
 
 
