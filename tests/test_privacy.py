@@ -27,7 +27,7 @@ from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate, train
 from adp2sgd.engine.fit import check_privacy
 from adp2sgd.engine.setup import make_learner, prepare
-from adp2sgd.errors import Adp2sgdError, ConfigError, PrivacyError, RunError
+from adp2sgd.errors import Adp2sgdError, ConfigError, DataError, PrivacyError, RunError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.engine import Clipped, Engine
@@ -489,6 +489,30 @@ def wrong_label():
     labels[::9] = 77
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=adp2sgd.Records(DATA.inputs, labels), test=DATA)
 
+def refuses():
+    from adp2sgd.errors import DataError
+    def prepare(x):
+        if len(x) and x.max() > 1e4:
+            raise DataError(f"{x.max()} is out of range")
+        return x
+    inputs = DATA.inputs.clone()
+    inputs[::9] = 98765.0
+    train = adp2sgd.Records(inputs, DATA.targets)
+    return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=train, test=DATA, prepare=prepare)
+
+class InParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+    def forward(self, x):
+        return torch.cat([self.layer(part) for part in x.split(16)])
+
+def in_parts():
+    return adp2sgd.Task(model=InParts, train=DATA, test=DATA)
+
+def half():
+    return adp2sgd.Task(model=lambda: nn.Linear(6, 2).bfloat16(), train=DATA, test=DATA, prepare=torch.Tensor.bfloat16)
+
 def mixup():
     augment = lambda x, generator: x + 0.1 * x[torch.randperm(len(x), generator=generator)]
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, augment=augment)
@@ -585,6 +609,44 @@ def test_what_fails_in_a_step_is_told_without_values(tmp_path: Path, monkeypatch
     assert caught.value.__suppress_context__
     with pytest.raises(ConfigError, match="label 77, but the model has 2 outputs"):
         simulate(settings.replace(privacy=Privacy()))
+
+
+def test_errors_of_our_own_kind_are_withheld_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task's own code may raise them, with values of records."""
+    own_tasks(tmp_path, monkeypatch)
+    settings = PRIVATE.replace(task="adp2sgd_test_tasks:refuses", options={})
+    with pytest.raises(RunError, match=r"\(DataError\); .* withheld") as caught:
+        simulate(settings)
+    assert "98765" not in str(caught.value)
+    with pytest.raises(DataError, match="98765"):
+        simulate(settings.replace(privacy=Privacy()))
+
+
+def test_no_warning_tells_how_many_records_were_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a model that takes larger batches in parts comes before the first batch; where one is larger than any
+    that was tried, its size is not told."""
+    own_tasks(tmp_path, monkeypatch)
+    settings = PRIVATE.replace(task="adp2sgd_test_tasks:in_parts", options={}, epochs=1.0)
+    made = prepare(settings)
+    with pytest.warns(UserWarning, match="Functional engine: .* which are not 38 records"):  # 20 and four deviations
+        chosen = made.engine
+    assert isinstance(chosen, choose.Automatic)
+    assert chosen.chosen is chosen.functional
+    engine = choose.Automatic(made.model, made.task.loss, expected=4.0)
+    inputs, targets = torch.zeros(17, 6), torch.zeros(17, dtype=torch.long)
+    engine.settle(inputs[:0], targets[:0])
+    assert engine.chosen is engine.bookkeeping
+    with pytest.warns(UserWarning, match="slower Loop engine") as told:
+        engine.clipped_sum(inputs, targets, 1.0)
+    assert "17" not in str(told[0].message)
+
+
+def test_parameters_in_half_precision_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_tasks(tmp_path, monkeypatch)
+    settings = PRIVATE.replace(task="adp2sgd_test_tasks:half", options={})
+    with pytest.raises(PrivacyError, match=r"weight is torch\.bfloat16.*keep parameters in float32"):
+        simulate(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_gradients_are_taken_in_training_mode_also_after_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

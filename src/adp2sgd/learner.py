@@ -25,7 +25,7 @@ from adp2sgd.data.batches import Batches
 from adp2sgd.data.feed import feed
 from adp2sgd.data.records import Records
 from adp2sgd.device import SETTLED, draws
-from adp2sgd.errors import Adp2sgdError, RunError
+from adp2sgd.errors import RunError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import Gradient, GradientStep, PrivateStep
 from adp2sgd.privacy.budget import Budget
@@ -141,9 +141,9 @@ class Learner:
             inputs, targets = self._batch()
             noise = self._streams("noise", self.steps)
             return self._gradient_step(self._model, inputs, targets, self._batches.expected, noise)
-        except (Adp2sgdError, torch.OutOfMemoryError):
+        except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except Exception as error:  # ours too: a task's own code may raise them
             if self.budget is None:
                 raise
             raise RunError(

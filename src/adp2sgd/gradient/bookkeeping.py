@@ -85,6 +85,13 @@ class BookKeeping:
         share = room / math.ceil(room / most)
         return min(most, math.ceil(share / PAD) * PAD)
 
+    @property
+    def most(self) -> int:
+        """Records that a pass is hardly ever larger than: the expected batch and four deviations, or what fits."""
+        if self.expected is None:
+            return self._at_once
+        return min(self._at_once, math.ceil(self.expected + 4 * math.sqrt(self.expected)))
+
     def laid_out(self, inputs: Tensor) -> Tensor:
         """As steps have them: on a GPU bfloat16 images have their channels last, if every layer is known to bear it."""
         return laid_out(inputs) if self.autocast and self._repeatable else inputs

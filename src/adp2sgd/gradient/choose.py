@@ -85,8 +85,8 @@ class Automatic:
         assert self.chosen is not None
         try:
             return self.chosen.clipped_sum(inputs, targets, clip_norm)
-        except UnsupportedError as error:
-            self._say(self.loop, str(error))
+        except UnsupportedError:  # its text may tell how many records were drawn
+            self._say(self.loop, "the model takes a batch apart in a way that no rule covers")
             self.chosen = self.loop
             return self.chosen.clipped_sum(inputs, targets, clip_norm)
 
@@ -144,25 +144,31 @@ class Automatic:
         return "the model cannot be checked"
 
     def _trial(self, x: Tensor, y: Tensor) -> str:
-        """Why book-keeping fails in the type and layout that steps have; else empty, and it knows how many records it
-        may take at once: what fits in half of the free memory, if a record needs twice what is recorded of it."""
+        """Why book-keeping fails in the type, layout and size that steps have; else empty, and it knows how many
+        records it may take at once: what fits in half of the free memory, if one needs twice what is recorded of it."""
         own = self.bookkeeping
         twin = FlatModel(without_dropout(copy.deepcopy(self.model.module).train()), self.model.device)
         engine = BookKeeping(twin, own.loss, copies=self.copies, autocast=own.autocast)
         try:
-            with WithoutDropout():
-                recording = engine.record(own.laid_out(x), y)
-            with torch.no_grad():
-                recording.finish()
-                held = recording.held
-                dict(recording.weighted(torch.ones(len(x) // self.copies, device=x.device)))
+            held = self._pass(engine, x, y)
+            if self.piece is None:
+                own.piece = max(1, free_bytes(x.device) // 2 // max(1, 2 * held * self.copies // len(x)))
+            if own.most > PROBE_RECORDS:  # a model may take larger batches in parts
+                self._pass(engine, *(synthetic(like, own.most * self.copies) for like in (x, y)))
         except PrivacyError:
             raise
         except Exception as error:  # the loop can take it
             return str(error).split("\n")[0]
-        if self.piece is None:
-            own.piece = max(1, free_bytes(x.device) // 2 // max(1, 2 * held * self.copies // len(x)))
         return ""
+
+    def _pass(self, engine: BookKeeping, x: Tensor, y: Tensor) -> int:
+        """Bytes that are recorded of one whole pass."""
+        with WithoutDropout():
+            recording = engine.record(self.bookkeeping.laid_out(x), y)
+        with torch.no_grad():
+            recording.finish()
+            dict(recording.weighted(torch.ones(len(x) // self.copies, device=x.device)))
+        return recording.held
 
     def _say(self, engine: Engine, reason: str) -> Engine:
         name = type(engine).__name__

@@ -102,6 +102,7 @@ def check_model(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
     among unusual ones; it cannot prove that nothing does.
     """
     _refuse_batchnorm(module)
+    _refuse_coarse(module)
     warnings = []
     probe = _Probe.of(module, loss, inputs, targets, torch.float64)
     try:
@@ -307,6 +308,15 @@ def _refuse_batchnorm(module: nn.Module) -> None:
         if isinstance(part, _BatchNorm):
             kind = type(part).__name__
             raise PrivacyError(f"{name or 'the model'} ({kind}) mixes the records of a batch; {_NO_BATCHNORM}")
+
+
+def _refuse_coarse(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+            raise PrivacyError(
+                f'parameter {name} is {parameter.dtype}, too coarse to clip in; keep parameters in float32 (with '
+                'precision = "bfloat16" layers run in bfloat16)'
+            )
 
 
 def _refuse_idle_parameters(probe: _Probe, batch: _Answer) -> None:
