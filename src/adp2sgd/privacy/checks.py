@@ -314,7 +314,7 @@ def _refuse_coarse(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
             raise PrivacyError(
-                f'parameter {name} is {parameter.dtype}, too coarse to clip in; keep parameters in float32 (with '
+                f"parameter {name} is {parameter.dtype}, too coarse to clip in; keep parameters in float32 (with "
                 'precision = "bfloat16" layers run in bfloat16)'
             )
 
