@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import hashlib
 import io
+import math
 import os
 import pickle
 import struct
@@ -748,6 +749,9 @@ def test_adding_a_record_to_a_table_moves_no_other(tmp_path: Path) -> None:
         ({"categories": {"kind": ("mild",)}}, ("kind", "severe")),
         ({"categories": {}, "ranges": {"age": (0, 100), "kind": (0, 1)}}, ("kind", "categories")),
         ({"ranges": {"age": (5, 5)}}, ("age", "low < high")),
+        ({"ranges": {"age": (-math.inf, 5)}}, ("age", "finite")),
+        ({"ranges": {"age": (-1e308, 1e308)}}, ("age", "finite")),
+        ({"classes": (0, 1, 1)}, ("[0, 1, 1]", "twice")),
         ({"test_fraction": 0.0}, ("no test set",)),
     ],
 )
@@ -761,7 +765,7 @@ def test_table_refuses_what_does_not_fit(change: dict[str, object], parts: tuple
     ("row", "changes", "words"),
     [
         ("old,mild,1,train", {"ranges": {"age": (0, 100)}}, "'old' in column 'age' is no number"),
-        ("inf,mild,1,train", {}, "'inf' in column 'age' is infinite"),
+        ("inf,mild,1,train", {}, "'inf' in column 'age' is not finite"),
         ("40,wild,1,train", {"categories": {"kind": ("mild",)}}, "column 'kind' holds 'wild'"),
         ("40,mild,2,train", {"classes": (0, 1)}, "label '2' in column 'ill'"),
         ("40,mild,?,train", {}, "lacks a label"),
@@ -778,6 +782,20 @@ def test_a_wrong_value_is_named_by_its_file_and_its_number_there(
         table.load(tmp_path, **{"label": "ill", "test_fraction": 0.5, **changes})
     with refused("south.csv, record 3: ", words):
         table.load(tmp_path / "south.csv", **{"label": "ill", "test_fraction": 0.5, **changes})
+
+
+def test_a_file_is_a_site_and_nothing_else_is_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "north.csv").write_text("age,site,ill\n1,arm,0\n2,leg,1\n")
+    (tmp_path / "south.csv").write_text("age,site,ill\n3,leg,0\n4,arm,1\n")
+    with refused("column 'site' besides", "options.site"):
+        table.load(tmp_path, label="ill", test_fraction=0.5)
+    assert table.load(tmp_path, label="ill", test_fraction=0.5, site="site").train.site_names == ("arm", "leg")
+    for file in tmp_path.iterdir():
+        file.write_text(file.read_text().replace("site", "limb"))
+    assert table.load(tmp_path, label="ill", test_fraction=0.5).train.site_names == ("north", "south")
+    (tmp_path / "north.CSV").write_text("age,limb,ill\n5,arm,0\n")
+    with refused("two files of one name", "north.CSV"):
+        table.load(tmp_path, label="ill", test_fraction=0.5)
 
 
 def test_table_refuses_damaged_files(tmp_path: Path) -> None:

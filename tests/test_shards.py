@@ -117,3 +117,12 @@ def test_reshuffled_batches_visit_every_record_once_in_an_epoch() -> None:
         assert len(rows) == len(set(rows.tolist())) == 20
     assert not torch.equal(batches.draw(0), batches.draw(4))
     assert ReshuffledBatches(3, 5, Streams(0, 0)).expected == 3
+
+
+def test_a_site_whose_records_are_all_held_out_is_named() -> None:
+    records = Records(torch.zeros(4, 1), torch.zeros(4), torch.tensor([0, 0, 2, 2]), ("north", "south", "west"))
+    with pytest.raises(ConfigError, match='all records of site "south" are held out'):
+        shards.split(records, Data(partition="site"), 3, seed=0)
+    with pytest.raises(ConfigError, match="set learners = 2"):
+        shards.split(records, Data(partition="site"), 4, seed=0)
+    assert len(shards.split(records, Data(partition="site"), 2, seed=0)) == 2

@@ -416,8 +416,57 @@ def test_targets_that_are_no_labels_have_no_accuracy() -> None:
     with pytest.raises(ConfigError, match='metric="loss"'):
         check_fit(Config(), task, FlatModel(task.model()))
     check_fit(Config(), replace(task, metric="loss"), FlatModel(task.model()))
-    whole = Records(records.inputs, torch.zeros(8, 1))  # a floating type alone is no reason
-    check_fit(Config(), replace(task, train=whole, test=whole), FlatModel(task.model()))
+    whole = Records(records.inputs, torch.zeros(8))  # a floating type alone is no reason
+    two = Task(model=lambda: nn.Linear(3, 2), train=whole, test=whole, loss=lambda out, y: (out[:, 0] - y).square())
+    check_fit(Config(), two, FlatModel(two.model()))
+
+
+@pytest.mark.parametrize("privacy", [Privacy(), Privacy(mode="private", noise_multiplier=1.0, delta=1e-3)])
+@pytest.mark.parametrize(
+    ("outputs", "targets", "loss", "words"),
+    [
+        (2, torch.zeros(8, dtype=torch.long), nn.CrossEntropyLoss(), r"loss of 2 records has shape \(\).*per record"),
+        (1, torch.randn(8, 1), nn.functional.mse_loss, "no whole numbers"),
+        (1, torch.zeros(8), lambda out, y: (out[:, 0] - y).square(), "one output has no class to choose"),
+        (2, torch.zeros(8, 1), lambda out, y: (out - y).sum(1), r"\(2, 1\) are no labels.*give them shape \(2,\)"),
+    ],
+)
+def test_figures_that_would_mean_nothing_are_refused(
+    outputs: int, targets: torch.Tensor, loss: Any, words: str, privacy: Privacy
+) -> None:
+    """A mean over a batch is not summed over its records, and labels are one number for each row of outputs."""
+    records = Records(torch.randn(8, 3), targets)
+    task = Task(model=lambda: nn.Linear(3, outputs), train=records, test=records, loss=loss)
+    with pytest.raises(ConfigError, match=words):
+        check_fit(Config(privacy=privacy), task, FlatModel(task.model()))
+
+
+def test_private_mode_tells_nothing_of_records_that_do_not_fit() -> None:
+    """And looks at held-out ones only."""
+    wrong = Records(torch.randn(8, 3), torch.full((8,), 77))
+    right = Records(torch.randn(8, 3), torch.zeros(8, dtype=torch.long))
+    private = Config(privacy=Privacy(mode="private", noise_multiplier=1.0, delta=1e-3))
+    task = Task(model=lambda: nn.Linear(3, 2), train=right, test=wrong)
+    with pytest.raises(ConfigError, match="do not fit") as caught:
+        check_fit(private, task, FlatModel(task.model()))
+    assert "77" not in str(caught.value)
+    check_fit(private, replace(task, train=wrong, test=right), FlatModel(task.model()))
+
+
+def needy(*, size: int) -> Task:
+    raise AssertionError(f"called with {size}")
+
+
+def test_what_an_own_task_lacks_is_one_line() -> None:
+    records = Records(torch.randn(8, 3), torch.zeros(8, dtype=torch.long))
+    with pytest.raises(ConfigError, match="function that makes the model"):
+        Task(model=nn.Linear(3, 2), train=records, test=records)
+    with pytest.raises(ConfigError, match='"mae" is unknown; use one of: accuracy, loss'):
+        Task(model=lambda: nn.Linear(3, 2), train=records, test=records, metric="mae")
+    with pytest.raises(DataError, match=r"inputs of Records are a ndarray; give a torch\.Tensor"):
+        Records(np.zeros((8, 3)), records.targets)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r'"test_tasks:needy" needs options\.size'):
+        resolve("test_tasks:needy", {})
 
 
 def test_a_record_that_is_not_finite_is_suspected() -> None:

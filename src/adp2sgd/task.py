@@ -37,6 +37,9 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
+METRICS = ("accuracy", "loss")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
     """Everything that is to be learned, and nothing about how.
@@ -53,6 +56,12 @@ class Task:
     prepare: Callable[[Tensor], Tensor] = torch.Tensor.float  # batch as stored → what the model reads
     augment: Augment | None = None  # training batches only, after `prepare`
     fitted: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, nn.Module) or not callable(self.model):
+            raise ConfigError("Task.model must be a function that makes the model; write model=lambda: …")
+        if self.metric not in METRICS:
+            raise ConfigError(f'Task.metric = "{self.metric}" is unknown; use one of: {", ".join(METRICS)}')
 
 
 def digits(*, model: str = "mlp", **model_options: Any) -> Task:
@@ -266,6 +275,10 @@ def _check_options(name: str, function: Callable[..., Task], arguments: Mapping[
     for key in arguments:
         if key not in parameters:
             raise ConfigError(f'options.{key} is unknown to task "{name}"; it takes: {", ".join(parameters) or "none"}')
+    for key, parameter in parameters.items():
+        named = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if named and parameter.default is parameter.empty and key not in arguments:
+            raise ConfigError(f'task "{name}" needs options.{key}; set it')
 
 
 def _converted(function: Callable[..., object], arguments: Mapping[str, Any]) -> dict[str, Any]:

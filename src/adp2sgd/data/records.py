@@ -24,6 +24,10 @@ class Records:
     site_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("inputs", "targets", "sites"):
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) and (name != "sites" or value is not None):
+                raise DataError(f"{name} of Records are a {type(value).__name__}; give a torch.Tensor")
         if len(self.inputs) != len(self.targets):
             raise DataError(f"{len(self.inputs)} inputs but {len(self.targets)} targets; every record needs both")
         if self.sites is not None and len(self.sites) != len(self.targets):

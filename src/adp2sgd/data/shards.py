@@ -59,6 +59,9 @@ def _by_site(records: Records, learners: int) -> list[Rows]:
         raise ConfigError('data.partition = "site" needs data with sites, and this task has none; use "iid"')
     sites = records.sites.numpy()
     found = np.unique(sites)
+    if len(found) < len(records.site_names) == learners:
+        gone = next(name for number, name in enumerate(records.site_names) if number not in found)
+        raise ConfigError(f'all records of site "{gone}" are held out, so it has none to train on; change the split')
     if len(found) != learners:
         raise ConfigError(f"learners = {learners} but the data has {len(found)} sites; set learners = {len(found)}")
     return [np.flatnonzero(sites == site) for site in found]

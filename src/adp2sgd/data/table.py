@@ -56,7 +56,7 @@ def load(
     (ranges, categories, classes) is taken from the records, and `fitted` names it: private training then refuses.
     Rows are held out by `split` (values train and test) or by a hash of their own content.
     """
-    (table, where), ignore = _read(Path(path)), [ignore] if isinstance(ignore, str) else ignore
+    (table, where), ignore = _read(Path(path), site), [ignore] if isinstance(ignore, str) else ignore
     site = "site" if Path(path).is_dir() and site is None else site
     named = {"label": label, "site": site, "split": split}
     declared = {name: [str(value) for value in values] for name, values in (categories or {}).items()}
@@ -76,14 +76,16 @@ def load(
     return Source(train=train, test=held, classes=len(names), fitted=", ".join(schema.fitted) or None)
 
 
-def _read(path: Path) -> tuple[dict[str, Column], Where]:
-    """The columns by name, as text, and where each row stands. A folder's files are stacked, with the file's name in
-    the column `site`."""
+def _read(path: Path, site: str | None) -> tuple[dict[str, Column], Where]:
+    """The columns by name, as text, and where each row stands. A folder's files are stacked; unless the column `site`
+    tells the owner, the file's name does, in a column `site`."""
     if not path.is_dir():
         return _read_file(path), lambda row: f"{path}, record {row + 1}"
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
     if not files:
         raise DataError(f"{path} holds no {' or '.join(READERS)} file; put one per site there")
+    if len({file.stem for file in files}) < len(files):
+        raise DataError(f"{path} holds two files of one name in {[file.name for file in files]}; each file is a site")
     tables = {file.stem: _read_file(file) for file in files}
     columns = list(next(iter(tables.values())))
     for name, table in tables.items():
@@ -92,7 +94,10 @@ def _read(path: Path) -> tuple[dict[str, Column], Where]:
             raise DataError(f"{path}: {name} and {files[0].stem} differ in the columns {odd}; give all sites the same")
     joined = {name: [value for table in tables.values() for value in table[name]] for name in columns}
     places = [(file, row) for file, table in zip(files, tables.values(), strict=True) for row in range(_rows(table))]
-    if "site" not in joined:
+    if site is None:
+        if "site" in joined:
+            fix = 'set options.site = "site" to go by it, or rename it'
+            raise DataError(f"each file in {path} is a site, and they have a column 'site' besides; {fix}")
         joined["site"] = [file.stem for file, _ in places]
     return joined, lambda row: f"{places[row][0]}, record {places[row][1] + 1}"
 
@@ -172,6 +177,8 @@ def _targets(
         schema.fitted.append(f"classes of {label!r} (declare options.classes)")
         return _codes(column)
     index = {str(name): i for i, name in enumerate(classes)}
+    if len(index) < len(classes):
+        raise ConfigError(f"options.classes = {list(classes)} names a class twice; give each once")
     for row, value in enumerate(column):
         if value not in index:
             raise DataError(
@@ -194,8 +201,8 @@ def _encode(name: str, column: Column, train: Bools, schema: _Schema) -> Floats:
         values = _one_hot(name, column, missing, schema.categories[name], schema.where)
     elif name in schema.ranges:
         low, high = schema.ranges[name]
-        if not low < high:
-            raise ConfigError(f"ranges: {name} = ({low}, {high}) is empty; give (low, high) with low < high")
+        if not 0 < high - low < np.inf:
+            raise ConfigError(f"ranges: {name} = ({low}, {high}) is no range; give finite (low, high) with low < high")
         numbers = _numbers(name, column, missing, schema.where)
         values = np.clip(2 * (numbers - low) / (high - low) - 1, -1, 1)[:, None]
     else:
@@ -236,7 +243,7 @@ def _numbers(name: str, column: Column, missing: Bools, where: Where) -> Floats:
                 f"{where(row)}: {value!r} in column {name!r} is no number; correct it or declare its categories"
             ) from None
         if not np.isfinite(numbers[row]):
-            raise DataError(f"{where(row)}: {value!r} in column {name!r} is infinite; correct it or leave it empty")
+            raise DataError(f"{where(row)}: {value!r} in column {name!r} is not finite; correct it or leave it empty")
     return numbers
 
 

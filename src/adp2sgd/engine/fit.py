@@ -16,36 +16,54 @@ from adp2sgd.task import Task
 
 
 def check_fit(config: Config, task: Task, model: FlatModel) -> None:
-    """Refuse a model that cannot read the task's records, or has no output for a label of theirs. Private mode has
-    checks of its own, which look at no record."""
-    if config.privacy.mode == "private":
-        return
-    records = task.train.take(torch.arange(min(2, len(task.train))))
+    """Refuse a model that cannot read the task's records, a loss or labels of the wrong shape, and labels that the
+    model has no output for. Private mode has checks of its own of what goes wrong in training, which look at no record;
+    here it only tries whether the held-out records can be evaluated."""
+    private = config.privacy.mode == "private"
+    part = task.test if private else task.train
+    records = part.take(torch.arange(min(2, len(part))))
     model.module.eval()
-    with torch.no_grad(), _told():
+    with torch.no_grad(), _told(private):
         outputs = model.module(task.prepare(records.inputs.to(model.device)))
     if task.metric == "accuracy":
-        targets = task.train.targets
-        if targets.is_floating_point() and bool((targets != targets.round()).any()):
-            raise ConfigError(
-                'targets that are no whole numbers have no accuracy; give the task metric="loss", or labels from 0'
-            )
-        largest = max(int(part.targets.max()) for part in (task.train, task.test))
-        if largest >= outputs.shape[-1]:
-            raise ConfigError(
-                f"a record has the label {largest}, but the model has {outputs.shape[-1]} outputs; labels count from 0"
-            )
-    with torch.no_grad(), _told():
-        task.loss(outputs, records.targets.to(model.device))
+        _check_shapes(outputs, records.targets, part.targets)
+        if not private:
+            _check_labels(task, outputs.shape[-1])
+    with torch.no_grad(), _told(private):
+        losses = task.loss(outputs, records.targets.to(model.device))
     model.module.train()
+    if losses.shape != (len(records),):
+        raise ConfigError(
+            f"the loss of {len(records)} records has shape {tuple(losses.shape)}; return one loss per record, "
+            'as torch losses do with reduction="none"'
+        )
+
+
+def _check_shapes(outputs: Tensor, targets: Tensor, all_targets: Tensor) -> None:
+    fix = 'give the task metric="loss"'
+    if all_targets.is_floating_point() and bool((all_targets != all_targets.round()).any()):
+        raise ConfigError(f"targets that are no whole numbers have no accuracy; {fix}, or labels from 0")
+    if outputs.shape[-1] < 2:
+        raise ConfigError(f"a model with one output has no class to choose, so no accuracy; {fix}, or two outputs")
+    if targets.shape != outputs.shape[:-1]:
+        raise ConfigError(
+            f"targets of shape {tuple(targets.shape)} are no labels for outputs of shape {tuple(outputs.shape)}; give "
+            f"them shape {tuple(outputs.shape[:-1])}, or {fix}"
+        )
+
+
+def _check_labels(task: Task, classes: int) -> None:
+    largest = max(int(part.targets.max()) for part in (task.train, task.test))
+    if largest >= classes:
+        raise ConfigError(f"a record has the label {largest}, but the model has {classes} outputs; labels count from 0")
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _told(private: bool) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        reason = str(error).split("\n")[0]
+        reason = type(error).__name__ if private else str(error).split("\n")[0]
         raise ConfigError(f"model and loss do not fit the task's records ({reason}); try them on one batch") from None
 
 
