@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
 
@@ -140,6 +141,25 @@ def test_settings_change_fields_as_toml_or_bare_words() -> None:
 def test_bad_settings_are_refused(setting: str) -> None:
     with pytest.raises(ConfigError):
         Config().with_settings([setting])
+
+
+def test_python_is_checked_like_a_file() -> None:
+    """Else a run would leave a configuration behind that nobody can read."""
+    for wrong, words in (
+        ({"batch_size": 16.5}, r"batch_size = 16\.5 has the wrong type; it must be a whole number"),
+        ({"seed": True}, "seed = True has the wrong type"),
+        ({"learners": "4"}, 'learners = "4" has the wrong type'),
+        ({"optimizer": {"lr": "fast"}}, r'optimizer\.lr = "fast" has the wrong type'),
+        ({"optimizer": {"rate": 1}}, r"optimizer\.rate = 1 is an unknown key"),
+        ({"optimizer": 3}, r"optimizer = 3 must be a table"),
+        ({"task": None}, "task = None has the wrong type"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Config(**wrong)
+    given = Config(learners=np.int64(2), epochs=np.float32(0.5), optimizer={"lr": 1, "schedule": [[1, 0.5]]})  # type: ignore[arg-type]
+    assert (given.learners, given.epochs, given.optimizer) == (2, 0.5, Optimizer(lr=1.0, schedule=((1.0, 0.5),)))
+    assert [type(each) for each in (given.learners, given.epochs, given.optimizer.lr)] == [int, float, float]
+    assert config.loads(given.to_toml()) == given
 
 
 def test_a_missing_file_is_named(tmp_path: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import re
 import tomllib
 import types
@@ -15,7 +16,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from adp2sgd.errors import ConfigError
 
@@ -30,6 +31,7 @@ LEAST_EPSILON, LEAST_MULTIPLIER = 1e-12, 0.01  # less is a slip: nothing could b
 GRADIENT_ENGINES = ("auto", "loop")
 PRECISIONS = ("float32", "bfloat16")
 SPEEDS = ("constant", "one-slow", "random-slow", "log-normal", "list")
+NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}
 SHORT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")  # .5 and 5., which TOML takes for no numbers
 
 
@@ -49,7 +51,19 @@ def _show(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """What all parts of a configuration share."""
+    """What all parts of a configuration share: every field has its type, and is checked."""
+
+    WHERE: ClassVar[str] = ""  # before a field's name in messages
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for each in dataclasses.fields(self):
+            value = typed(hints[each.name], getattr(self, each.name), self.WHERE + each.name.rstrip("_"))
+            object.__setattr__(self, each.name, value)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse what is impossible."""
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked again."""
@@ -60,12 +74,14 @@ class Section:
 class Topology(Section):
     """Who may talk to whom, and how a learner picks its partner."""
 
+    WHERE: ClassVar[str] = "topology."
+
     graph: str = "ring"
     partner: str = "neighbour"
     degree: int = 4  # random-regular only
     edges: tuple[tuple[int, int], ...] = ()  # graph = "edges"
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _one_of("topology.partner", self.partner, PARTNERS)
         _require(self.degree >= 1, "topology.degree", self.degree, "use at least 1")
         if self.edges and self.graph not in ("edges", Topology.graph):
@@ -80,10 +96,12 @@ class Topology(Section):
 class Warmup(Section):
     """Linear from `from_` (in TOML: from) to `optimizer.lr` over the first `epochs`."""
 
+    WHERE: ClassVar[str] = "optimizer.warmup."
+
     epochs: float = 0.0
     from_: float = 0.0
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _require(self.epochs >= 0, "optimizer.warmup.epochs", self.epochs, "use 0 or more")
         _require(0 <= self.from_ <= MOST_RATE, "optimizer.warmup.from", self.from_, "use 0 or more")
 
@@ -92,6 +110,8 @@ class Warmup(Section):
 class Optimizer(Section):
     """SGD. The learning rate is a function of global progress in epochs."""
 
+    WHERE: ClassVar[str] = "optimizer."
+
     lr: float = 0.1
     schedule: tuple[tuple[float, float], ...] = ()  # (from epoch … on, rate)
     warmup: Warmup = field(default_factory=Warmup)
@@ -99,7 +119,7 @@ class Optimizer(Section):
     momentum: float = 0.0
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _require(0 < self.lr <= MOST_RATE, "optimizer.lr", self.lr, "use a positive number, like 0.1")
         _require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "use a number in [0, 1)")
         _require(0 <= self.weight_decay <= MOST_RATE, "optimizer.weight_decay", self.weight_decay, "use 0 or more")
@@ -126,11 +146,13 @@ class Optimizer(Section):
 class Data(Section):
     """How the training records are split among the learners."""
 
+    WHERE: ClassVar[str] = "data."
+
     partition: str = "iid"
     alpha: float = 0.5  # dirichlet: small = each learner sees few labels
     sizes: tuple[float, ...] = ()  # iid: relative sizes of the shards, one per learner; equal if empty
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _one_of("data.partition", self.partition, PARTITIONS)
         _require(0 < self.alpha <= 1e6, "data.alpha", self.alpha, "use a positive number; 1e6 is as good as iid")
         _require(all(0 < s < math.inf for s in self.sizes), "data.sizes", list(self.sizes), "use positive numbers")
@@ -143,6 +165,8 @@ class Data(Section):
 @dataclass(frozen=True, kw_only=True)
 class Privacy(Section):
     """`private`: clipped, noised, accounted. `paper`: the paper's noise, no guarantee. `none`: no noise."""
+
+    WHERE: ClassVar[str] = "privacy."
 
     mode: str = "none"
     epsilon: float | None = None
@@ -162,7 +186,7 @@ class Privacy(Section):
     dataset: str | None = None  # the data's name in that ledger; unset: the task's family, as in "heart"
     headroom: float = 1.25  # a learner's cap on steps = its planned steps × headroom, unless epsilon and noise fix it
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _one_of("privacy.mode", self.mode, MODES)
         _one_of("privacy.adjacency", self.adjacency, ADJACENCIES)
         _one_of("privacy.engine", self.engine, GRADIENT_ENGINES)
@@ -230,6 +254,8 @@ class Speeds(Section):
     Real engines stretch a step by its factor, or with `pad` to `step_s` seconds times its factor; they only sleep.
     """
 
+    WHERE: ClassVar[str] = "speeds."
+
     kind: str = "constant"
     step_s: float = 1.0  # a normal step
     factor: float = 10.0  # one-slow: the slow learner's; random-slow: the random learner's
@@ -238,7 +264,7 @@ class Speeds(Section):
     values: tuple[float, ...] = ()  # list: each learner's factor
     pad: bool = False  # real engines: every step takes step_s seconds, as in the simulator
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _one_of("speeds.kind", self.kind, SPEEDS)
         _require(0 < self.step_s < math.inf, "speeds.step_s", self.step_s, "use a positive number of seconds")
         _require(0 < self.factor < math.inf, "speeds.factor", self.factor, "use a positive number")
@@ -254,10 +280,12 @@ class Speeds(Section):
 class Network(Section):
     """The links of a simulation, all alike."""
 
+    WHERE: ClassVar[str] = "network."
+
     latency_s: float = 0.0
     bandwidth_bps: float = math.inf
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _require(0 <= self.latency_s < math.inf, "network.latency_s", self.latency_s, "use 0 or more seconds")
         _require(self.bandwidth_bps > 0, "network.bandwidth_bps", self.bandwidth_bps, "use a positive number or inf")
 
@@ -285,7 +313,7 @@ class Config(Section):
     speeds: Speeds = field(default_factory=Speeds)
     network: Network = field(default_factory=Network)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _one_of("algorithm", self.algorithm, ALGORITHMS)
         _one_of("precision", self.precision, PRECISIONS)
         _require(1 <= self.learners <= 65_535, "learners", self.learners, "use at least 1, and 65,535 at most")
@@ -351,37 +379,34 @@ def loads(text: str, name: str = "configuration") -> Config:
 
 def from_dict(raw: Mapping[str, Any]) -> Config:
     """The configuration in nested tables, as `tomllib` gives them."""
-    return _section(Config, raw, "")
+    return _section(Config, raw)
 
 
-def _section(kind: type[SectionT], raw: Mapping[str, Any], prefix: str) -> SectionT:
-    hints = typing.get_type_hints(kind)
+def _section(kind: type[SectionT], raw: Mapping[str, Any]) -> SectionT:
     known = {f.name.rstrip("_"): f.name for f in dataclasses.fields(kind)}
-    values = {}
     for key, value in raw.items():
         if key not in known:
-            raise ConfigError(f"{prefix}{key} = {_show(value)} is an unknown key; known here: {', '.join(known)}")
-        values[known[key]] = typed(hints[known[key]], value, prefix + key)
-    return kind(**values)
+            raise ConfigError(f"{kind.WHERE}{key} = {_show(value)} is an unknown key; known here: {', '.join(known)}")
+    return kind(**{known[key]: value for key, value in raw.items()})
 
 
 def typed(hint: Any, value: Any, key: str) -> Any:
-    """`value` as `hint`, or an error in our words. Integers serve as floats; nothing else is converted."""
+    """`value` as `hint`, or an error in our words. Only numbers are converted, where nothing of them is lost."""
     if isinstance(hint, type) and issubclass(hint, Section):
-        if not isinstance(value, Mapping):
+        if not isinstance(value, hint | Mapping):
             raise ConfigError(f"{key} = {_show(value)} must be a table; write [{key}]")
-        return _section(hint, value, key + ".")
+        return _section(hint, value) if isinstance(value, Mapping) else value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
-        return typed(next(a for a in arguments if a is not types.NoneType), value, key)
+        return value if value is None else typed(next(a for a in arguments if a is not types.NoneType), value, key)
     if origin is tuple and isinstance(value, list | tuple):
         if arguments[-1] is Ellipsis:
             return tuple(typed(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
         if len(value) != len(arguments):
             raise ConfigError(f"{key} = {list(value)} must hold {len(arguments)} values")
         return tuple(typed(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if hint in NUMBERS and isinstance(value, NUMBERS[hint]) and not isinstance(value, bool):
+        value = hint(value)  # integers serve as floats, and numpy's numbers as Python's
     kind = {tuple: list}.get(origin, origin or hint)
     matches = isinstance(value, Mapping) if kind is Mapping or origin is Mapping else isinstance(value, kind)
     if (
