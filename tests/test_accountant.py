@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adp2sgd.errors import ConfigError, PrivacyError
-from adp2sgd.privacy import calibrate
+from adp2sgd.privacy import calibrate, loss
 from adp2sgd.privacy.accountant import Spent, epsilon
 from adp2sgd.privacy.calibrate import noise_for, steps_for
 from adp2sgd.privacy.mechanism import Composed, Guarantee, SampledGaussian, with_count
@@ -278,3 +278,20 @@ def test_a_seeded_guarantee_says_what_it_describes() -> None:
     assert "describes the mechanism, not this run" in str(guarantee)
     assert "\n" not in str(guarantee)
     assert "per record" in str(guarantee)
+
+
+def test_a_distribution_that_would_not_fit_into_memory_gives_way_to_a_looser_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spent = epsilon(SampledGaussian(1.0, 1e-9), 10**6, 1e-5)
+    assert (spent.accountant, spent.note) == ("rdp", "the sample rate is too small for PLD, so RDP answers")
+    parts = ((1.0, 0.01, 1000),)
+    whole = loss.epsilon_on_grids(parts, 1e-5, replace=False)
+    monkeypatch.setattr(loss, "TOLERANCE", 0.0)  # so that the grid is refined as long as it fits
+    monkeypatch.setattr(loss, "MOST_POINTS", 400_000)
+    coarse = loss.epsilon_on_grids(parts, 1e-5, replace=False)
+    assert not coarse.settled
+    assert coarse.epsilon == pytest.approx(whole.epsilon, rel=0.01)
+    monkeypatch.setattr(loss, "MOST_POINTS", 1 << 6)
+    with pytest.raises(loss.TooLongError):
+        loss.epsilon_on_grids(parts, 1e-5, replace=False)

@@ -281,6 +281,18 @@ def read(folder: Path) -> Budget:
     return Budget.read(folder / "ledger.jsonl", EIGHT, plan_path=folder / "run" / "plan.json", seeded=False)
 
 
+def test_other_ledgers_of_the_same_data_are_told_of(two_sites: Config, tmp_path: Path) -> None:
+    """The records may have been divided among other sites before: then they have spent there, too."""
+    first = simulate(two_sites, tmp_path / "first")
+    assert not any("other sites" in note for note in first.notes)
+    for file in (tmp_path / "ledgers").iterdir():
+        file.rename(file.with_name(file.name.replace("south", "clinic")))
+    again = simulate(two_sites, tmp_path / "again")
+    [note] = [note for note in again.notes if "other sites" in note]
+    assert "two-hospitals-clinic.jsonl" in note
+    assert "north" not in note
+
+
 def test_two_ledgers_of_one_content_are_told_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
         ledger.Ledger.open(tmp_path / name, dataset="heart", site="cleveland").close()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from adp2sgd import cli
+from adp2sgd import cli, view
 from conftest import adp2sgd
 
 
@@ -122,6 +122,11 @@ def test_simulate_prints_the_result_and_keeps_the_record(tmp_path: Path) -> None
             "learners = 0",
         ),
         (
+            "privacy theorem --epsilon 9 --delta 1e-5 --learners 4 --smallest-shard 99 --steps 9 --batch-size 9 "
+            "--lipschitz 0",
+            "lipschitz = 0.0",
+        ),
+        (
             "privacy theorem --epsilon 9 --delta 1e-5 --learners 4 --smallest-shard 99 --steps 58594 --batch-size 256",
             "batch_size = 256 of 99",
         ),
@@ -218,6 +223,13 @@ def test_the_demo_ends_in_a_table(tmp_path: Path) -> None:
     assert "A(DP)²SGD" in done.stdout
     assert "not this run" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_names_with_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    view.table("sites", ["site", "steps"], [("west [/x]", "1"), ("north [old]", "2")])
+    shown = capsys.readouterr().out
+    assert "west [/x]" in shown
+    assert "north [old]" in shown
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:

@@ -200,8 +200,9 @@ def theorem_2(
     """
     if mu is not None and not 0 < mu < 1:
         raise ConfigError(f"mu = {mu} is not in (0, 1); it splits ε between divergence and conversion, try 0.2")
-    if not epsilon > 0:
-        raise ConfigError(f"epsilon = {epsilon} is not positive; use a value above 0")
+    for name, value in (("epsilon", epsilon), ("lipschitz", lipschitz)):
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} = {value} is not positive and finite; use a value above 0")
     if min(learners, steps, batch_size) < 1 or batch_size > smallest_shard:
         raise ConfigError(
             f"learners = {learners}, steps = {steps}, batch_size = {batch_size} of {smallest_shard} records: "

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -80,7 +81,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     for position, column in enumerate(columns):
         shown.add_column(column, justify="right" if position else "left")
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*map(escape, row))
     console = Console()
     if not console.is_terminal:
         console.width = 160

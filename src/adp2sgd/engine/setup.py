@@ -115,12 +115,23 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     rows = shards.split(task.train, config.data, config.learners, seed)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        model = FlatModel(task.model(), device)
+        model = _built(task, device, config)
     steps_per_epoch = len(task.train) / config.batch_size
     rounds = math.ceil(config.epochs * steps_per_epoch / config.learners - 1e-9)
     target = max(1, rounds) * config.learners
     notes = tuple(check_privacy(config, task, model, rows) if config.privacy.mode == "private" else _cut(config, rows))
     return Setup(config, seed, device, task, rows, graph, model, steps_per_epoch, target, notes)
+
+
+def _built(task: Task, device: torch.device, config: Config) -> FlatModel:
+    try:
+        return FlatModel(task.model(), device)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise ConfigError(
+                f'the model of task = "{config.task}" does not fit into memory; make it smaller'
+            ) from None
+        raise
 
 
 def _cut(config: Config, rows: Sequence[Tensor]) -> list[str]:
@@ -355,10 +366,27 @@ def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
 def _new(config: Config, learners: Sequence[Accounted]) -> list[str]:
     """Which of the sites' ledgers began with this run: one in a wrong folder or of a wrong name would."""
     budgets = [each.budget for each in learners if config.privacy.ledger is not None and each.budget is not None]
-    new = [str(budget.ledger) for budget in budgets if not budget.plan.before.parts]
+    new = [budget.ledger for budget in budgets if not budget.plan.before.parts]
     if not new:
         return []
-    return [f"these ledgers began with this run and know of nothing that was spent before: {', '.join(new)}"]
+    notes = [f"these ledgers began with this run and know of nothing that was spent before: {', '.join(map(str, new))}"]
+    own = {budget.ledger for budget in budgets}
+    near = [each for each in sorted(new[0].parent.glob(f"{_slug(_dataset(config))}-*.jsonl")) if each not in own]
+    others = [each for each in near if _charged(each, _dataset(config))]
+    if others:
+        notes.append(
+            f"the same data set has been charged to other sites too: {', '.join(map(str, others))}; a record that is "
+            "theirs as well has spent in both, which no ledger adds up: keep the records of a site together"
+        )
+    return notes
+
+
+def _charged(ledger: Path, dataset: str) -> bool:
+    try:
+        account = read_ledger(ledger)
+    except LedgerError:
+        return False
+    return account.dataset == dataset and bool(account.spent().parts)
 
 
 def _guarantee(learners: Sequence[Accounted]) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adp2sgd.errors import ConfigError, PrivacyError
-from adp2sgd.privacy.loss import BEYOND, Part, epsilon_on_grids, log_ratio
+from adp2sgd.privacy.loss import BEYOND, Part, TooLongError, epsilon_on_grids, log_ratio
 from adp2sgd.privacy.mechanism import Composed, Mechanism, SampledGaussian
 
 ADD_REMOVE = "add-remove"
@@ -92,12 +92,20 @@ def _by_pld(parts: tuple[Part, ...], delta: float, adjacency: str) -> Spent:
     if all(rate == 1 for _, rate, _ in parts):
         return _unsampled(parts, delta, adjacency, note="exact: one Gaussian")
     if reason := _beyond_pld(parts, delta, adjacency):
-        if adjacency == ADD_REMOVE:
-            return _by_rdp(parts, delta, adjacency, note=f"{reason}, so RDP answers")
-        return _unsampled(parts, delta, adjacency, note=f"{reason}, so sampling is not counted")
-    answer = epsilon_on_grids(parts, delta, replace=adjacency != ADD_REMOVE)
+        return _looser(parts, delta, adjacency, reason)
+    try:
+        answer = epsilon_on_grids(parts, delta, replace=adjacency != ADD_REMOVE)
+    except TooLongError:
+        return _looser(parts, delta, adjacency, "the sample rate is too small for PLD")
     note = "" if answer.settled else "the grid did not settle; ε may be smaller"
     return Spent(epsilon=answer.epsilon, delta=delta, accountant="pld", adjacency=adjacency, note=note)
+
+
+def _looser(parts: tuple[Part, ...], delta: float, adjacency: str, reason: str) -> Spent:
+    """A bound that is always to be had."""
+    if adjacency == ADD_REMOVE:
+        return _by_rdp(parts, delta, adjacency, note=f"{reason}, so RDP answers")
+    return _unsampled(parts, delta, adjacency, note=f"{reason}, so sampling is not counted")
 
 
 def _beyond_pld(parts: tuple[Part, ...], delta: float, adjacency: str) -> str:

@@ -22,6 +22,11 @@ Part = tuple[float, float, int]
 TOLERANCE = 2e-3  # the grid is refined until ε moves by less than this share
 REACH = 10.0  # standard deviations of noise that a table covers
 BEYOND = 1.6e-23  # chance per step of more, counted as certain loss
+MOST_POINTS = 1 << 26  # of a composed distribution: a few GiB
+
+
+class TooLongError(Exception):
+    """The composed distribution would not fit into memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,10 @@ class Settled:
 
 
 def epsilon_on_grids(parts: tuple[Part, ...], delta: float, *, replace: bool) -> Settled:
-    """ε of all `parts` together, when a record is added or removed, or with `replace` changed for another one."""
+    """ε of all `parts` together, when a record is added or removed, or with `replace` changed for another one.
+
+    Raises `TooLongError` where not even the first grid fits into memory; a finer one that does not is left out.
+    """
     changes = ("replace",) if replace else ("remove", "add")
 
     def on_grid(spacing: float) -> float:
@@ -43,7 +51,10 @@ def epsilon_on_grids(parts: tuple[Part, ...], delta: float, *, replace: bool) ->
     spacing = _spacing(parts) * (2 if replace else 1)
     best = on_grid(2 * spacing)
     for _ in range(5):
-        finer = on_grid(spacing)
+        try:
+            finer = on_grid(spacing)
+        except TooLongError:
+            break
         moved, best = abs(best - finer), min(best, finer)  # both are upper bounds, so the smaller one stands
         if moved <= TOLERANCE * finer + 1e-8:
             return Settled(epsilon=best, settled=True)
@@ -124,7 +135,10 @@ def _repeated(table: _Table, count: int, tilt: float, spacing: float) -> tuple[i
 
     high = min(bound(slope / spread) for slope in (1, 2, 4, 8))
     low = max(bound(-slope / spread) for slope in (1, 2, 4, 8))
-    size = next_fast_len(max(math.ceil((high - low) / spacing) + 2, len(weights)), real=True)
+    points = max((high - low) / spacing + 3, len(weights))
+    if not points <= MOST_POINTS:
+        raise TooLongError
+    size = next_fast_len(math.ceil(points), real=True)
     first = math.floor(low / spacing)
     sums = irfft(rfft(weights, size) ** count, size)
     return first, np.roll(sums, count * table.first - first)
