@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import faults as vocabulary
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds
+from adp2sgd.engine import learner_checkpoint
 from adp2sgd.engine.local import train
 from adp2sgd.errors import InterruptedRunError, RunError
 from adp2sgd.privacy import ledger
@@ -257,15 +260,44 @@ def test_sync_goes_on_from_checkpoints_of_different_rounds(tmp_path: Path) -> No
 
 
 def test_a_lost_learner_ends_a_sync_run_with_one_clear_error(tmp_path: Path) -> None:
-    settings = SHORT.replace(algorithm="sync")
+    settings = SHORT.replace(algorithm="sync", checkpoint_every=100.0)  # none but those at the end
     faults = Faults().kill(learner=1, at_step=20)
     with pytest.raises(RunError, match=r"learner 1 was lost after \d+ steps \(killed by SIGKILL.*SYNC cannot go on"):
         train(settings, tmp_path / "run", on_status=faults)
     assert faults.fired == 1
+    kept = [learner_checkpoint.load(Folder.open(tmp_path / "run"), k) for k in range(3)]
+    assert kept[0] is not None
+    assert kept[2] is not None
+    assert torch.equal(kept[0].state, kept[2].state)
+    rounds = {count.steps for count in kept[0].counts.values()}
+    assert min(rounds) == max(rounds) >= 20
     run = train(settings, tmp_path / "run", resume=True)
     assert (run.global_steps, run.overshoot) == (240, 0)  # rounds that the loss undid count once
     assert [each.steps for each in run.learners] == [80] * 3
     assert_grows(run.curve)
+    recorded = [len(steps(tmp_path / "run", k)) for k in range(3)]
+    assert max(recorded) <= 81  # the survivors' model was kept: no round but the last is taken again
+
+
+def test_sync_goes_on_from_the_newest_model_alone(tmp_path: Path) -> None:
+    """Not from a mean with the initial one of a learner that has none."""
+    settings = SHORT.replace(algorithm="sync", optimizer=SHORT.optimizer.replace(lr=1e-9))
+    interrupted(settings, tmp_path / "run", at_step=20)
+    newest = Folder.open(tmp_path / "run")
+    saved = learner_checkpoint.load(newest, 0)
+    assert saved is not None
+    for learner in range(3):
+        path = tmp_path / f"run/learner-{learner}"
+        (path / "checkpoint.previous.safetensors").unlink(missing_ok=True)
+        if learner:
+            (path / "checkpoint.safetensors").unlink()
+    tensors = {**saved.tensors, "weights": torch.full_like(saved.tensors["weights"], 0.25)}
+    facts = {**saved.facts, "checksums": learner_checkpoint._checksums(tensors)}
+    newest.save_tensors("learner-0/checkpoint.safetensors", tensors, facts)
+    run = train(settings, tmp_path / "run", resume=True)
+    end = load_file(tmp_path / "run/model.safetensors")
+    assert all(torch.allclose(each, torch.tensor(0.25), atol=1e-3) for each in end.values())
+    assert any("takes the newest model that any learner has" in note for note in run.notes)
 
 
 def command(folder: Path, settings: Config, **options: Any) -> subprocess.Popen[str]:

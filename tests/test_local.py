@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds, Topology
 from adp2sgd.data.records import Records
-from adp2sgd.engine import simulate
+from adp2sgd.engine import learner_checkpoint, simulate
 from adp2sgd.engine.evaluate import average, consensus
 from adp2sgd.engine.exchanger import OBSERVER, Exchanger, Place
 from adp2sgd.engine.keeper import Keeper
@@ -467,7 +467,8 @@ def test_the_keeper_writes_the_snapshot_and_survives_a_look_that_fails(
     (tmp_path / "run").mkdir()
     folder = Folder(tmp_path / "run")
     setup = SimpleNamespace(task=learner._task, device="cpu", seed=0)
-    keeper = Keeper(setup, learner, folder, {"start": 0}, snapshot=whole.clone)  # type: ignore[arg-type]
+    counts = {(0, 0): Count(7)}
+    keeper = Keeper(setup, learner, folder, {"start": 0}, snapshot=whole.clone, counts=lambda: counts)  # type: ignore[arg-type]
     keeper.start()
     keeper.evaluate()
     deadline = time.monotonic() + 10
@@ -480,6 +481,9 @@ def test_the_keeper_writes_the_snapshot_and_survives_a_look_that_fails(
         time.sleep(0.01)
     keeper.close(checkpoint=False)
     assert torch.equal(load_file(tmp_path / "run/learner-0/checkpoint.safetensors")["weights"], whole)
+    saved = learner_checkpoint.load(folder, 0)
+    assert saved is not None
+    assert saved.counts == counts
     assert (tmp_path / "run/learner-0/events.jsonl").read_text() == '{"step": 1}\n'
 
 

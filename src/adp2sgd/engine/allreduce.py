@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -24,10 +26,13 @@ class SyncWorker(Worker):
     """One learner of SYNC. One whose budget is spent takes part with unchanged weights.
 
     A round's small all-reduce carries everybody's step count and wish to end, so that all end after the same round.
-    A lost learner ends the run: the supervisor says so, and the others wait for its word.
+    A lost learner ends the run: the supervisor says so, and the others wait for its word and keep the last round's
+    model. When it goes on, all take the newest model that any of them has kept.
     """
 
+    without_checkpoint = "found no checkpoint of its own and takes the newest model that any learner has"
     _counts: dict[Key, Count]
+    _newest: int  # the learner whose model all begin with
 
     def assemble(self) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -42,7 +47,7 @@ class SyncWorker(Worker):
 
     def train(self) -> None:
         try:
-            self._average()
+            _together(distributed.broadcast, self.learner.state, self._newest)
             self._publish()
             while self._round():
                 pass
@@ -63,11 +68,14 @@ class SyncWorker(Worker):
         return self._counts
 
     def _tell_earlier(self, store: TCPStore) -> None:
-        """After a resume some learners may have older checkpoints than others: all take the highest counts."""
-        progress = self.learner.progress
+        """After a resume some learners may have older checkpoints than others: all take the highest counts, and the
+        model of the learner that counts most."""
+        progress, world = self.learner.progress, range(self.config.learners)
         store.set(f"counts/{self.place.learner}", json.dumps(to_rows(progress.counts())))
+        told = [from_rows(json.loads(store.get(f"counts/{learner}"))) for learner in world]
+        self._newest = max(world, key=lambda learner: sum(count.steps for count in told[learner].values()))
         for other in self.place.others:
-            progress.merge(from_rows(json.loads(store.get(f"counts/{other}"))))
+            progress.merge(told[other])
 
     def _publish(self) -> None:
         """What others see is the model and the counts of one round."""
@@ -108,7 +116,7 @@ class SyncWorker(Worker):
 
     def _average(self) -> None:
         """Sum, then divide by K, as the paper's SYNC does."""
-        _all_reduce(self.learner.state)
+        _together(distributed.all_reduce, self.learner.state)
         self.learner.state.div_(self.config.learners)
 
     def _note_exchange(self) -> None:
@@ -123,14 +131,14 @@ class SyncWorker(Worker):
         facts[me] = progress.counts()[progress.own].steps
         facts[-2], facts[-1] = int(self.exchanger.over.is_set()), int(self.learner.may_step)
         facts = facts.to(self.setup.device)
-        _all_reduce(facts)
+        _together(distributed.all_reduce, facts)
         *steps, over, able = facts.tolist()
         progress.merge({(k, self.place.start): Count(steps[k]) for k in self.place.others})
         return bool(over), bool(able)
 
 
-def _all_reduce(tensor: Tensor) -> None:
+def _together(what: Callable[..., Any], tensor: Tensor, *options: Any) -> None:
     try:
-        distributed.all_reduce(tensor)
+        what(tensor, *options)
     except RuntimeError as error:
         raise StrandedError(str(error)) from error

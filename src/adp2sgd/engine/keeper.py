@@ -17,6 +17,7 @@ from adp2sgd.engine.evaluate import Metrics, evaluate
 from adp2sgd.engine.setup import Setup
 from adp2sgd.flat import FlatModel
 from adp2sgd.learner import Learner
+from adp2sgd.progress import Count, Key, to_rows
 from adp2sgd.record import Folder
 
 LOOK = 1000  # held-out records that a look in passing uses, the same ones each time
@@ -27,9 +28,10 @@ class Keeper(threading.Thread):
     """`evaluate` and `checkpoint` only leave a note; the thread does the work. `trouble` says what it could not do."""
 
     def __init__(
-        self, setup: Setup, learner: Learner, folder: Folder, facts: dict[str, Any], snapshot: Callable[[], Tensor]
-    ) -> None:
-        """`snapshot` gives a copy of the learner's model, whatever it is doing."""
+        self, setup: Setup, learner: Learner, folder: Folder, facts: dict[str, Any], *,
+        snapshot: Callable[[], Tensor], counts: Callable[[], dict[Key, Count]],
+    ) -> None:  # fmt: skip
+        """`snapshot` gives a copy of the learner's model, whatever it is doing, and `counts` the steps behind it."""
         super().__init__(name="keeper", daemon=True)
         self.metrics: Metrics | None = None
         self.trouble: str | None = None
@@ -38,6 +40,7 @@ class Keeper(threading.Thread):
         self._folder = folder
         self._facts = facts
         self._snapshot = snapshot
+        self._counts = counts
         self._lines: deque[str] = deque()  # the training thread appends, this one takes
         self._due = {"evaluate": False, "checkpoint": False}
         self._wake = threading.Event()
@@ -90,7 +93,8 @@ class Keeper(threading.Thread):
 
     def _write_checkpoint(self) -> None:
         try:
-            learner_checkpoint.save(self._folder, self._learner, self._snapshot(), self._facts)
+            facts = {**self._facts, "counts": to_rows(self._counts())}
+            learner_checkpoint.save(self._folder, self._learner, self._snapshot(), facts)
         except OSError as error:
             self.trouble = f"checkpoints cannot be written ({error.strerror})"
 

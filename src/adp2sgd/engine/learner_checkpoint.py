@@ -48,7 +48,7 @@ def save(folder: Folder, learner: Learner, state: Tensor, facts: Mapping[str, An
         with folder.replacing(f"{own.name}/{PREVIOUS}") as part:
             part.unlink()
             os.link(own / NEWEST, part)
-    facts = {**facts, "clip_norm": learner.clip_norm, "counts": to_rows(learner.progress.counts())}
+    facts = {"counts": to_rows(learner.progress.counts()), **facts, "clip_norm": learner.clip_norm}
     folder.save_tensors(f"{own.name}/{NEWEST}", tensors, {**facts, "checksums": _checksums(tensors)})
 
 

@@ -109,6 +109,7 @@ class Supervisor:
         self._elapsed_s = max([elapsed_s, *(point.seconds for point in self.curve)])
         self._exchange = exchange
         self._on_status = on_status or (lambda _: None)
+        self._failure: RunError | None = None  # why the run ends before its time
         self._going_at: float | None = None
         self._over_at: float | None = None
         self._quiet_since: float | None = None
@@ -158,6 +159,8 @@ class Supervisor:
                     self._spawn(seat, self._mode)
                 while any(seat.alive for seat in self.seats):
                     self._turn(interrupt)
+            if self._failure is not None:
+                raise self._failure
             self._collect()
         finally:
             self._nursery.close()  # first: then nobody uses the rest any more
@@ -237,10 +240,15 @@ class Supervisor:
             seat.died += 1
             self.notes.append(f"learner {seat.learner} died within an exchange: a half-exchange may have happened")
         if self._in_step:
-            raise RunError(
+            seat.fate = "lost"
+            self._failure = self._failure or RunError(
                 f"learner {seat.learner} was lost after {steps} steps ({how}); SYNC cannot go on without it: "
                 f'go on with --resume {self.folder.path}, or use algorithm = "adpsgd"'
             )
+            if self._going_at is None:  # there is nothing to keep yet
+                raise self._failure
+            self._end()  # the others keep the last round's model
+            return
         short = time.monotonic() - seat.spawned_at < self.patience.short_life
         seat.failures = seat.failures + 1 if short else 1
         if self._over_at is not None or seat.failures > self.patience.failures:

@@ -49,6 +49,8 @@ def who(place: Place) -> dict[str, Any]:
 class Worker:
     """What the training thread does, for ADPSGD."""
 
+    without_checkpoint = "found no checkpoint of its own and begins with the initial model"
+
     def __init__(self, setup: Setup, folder: Folder, place: Place, post: Post, order: dict[str, Any]) -> None:
         self.setup, self.config, self.folder, self.place = setup, setup.config, folder, place
         self.order = order
@@ -71,7 +73,12 @@ class Worker:
             counts=self.counts,
         )
         self.keeper = Keeper(
-            setup, self.learner, folder, {"start": place.start, "seed": setup.seed}, snapshot=self.snapshot
+            setup,
+            self.learner,
+            folder,
+            {"start": place.start, "seed": setup.seed},
+            snapshot=self.snapshot,
+            counts=self.counts,
         )
         self.turns = 0
         self.staleness_total = self.staleness_max = 0
@@ -288,7 +295,7 @@ class Worker:
             if mode == "comeback":
                 self.notes.append("came back with its own checkpoint, because nobody gave it a model")
         else:
-            self.notes.append("found no checkpoint of its own and begins with the initial model")
+            self.notes.append(self.without_checkpoint)
         self.exchanger.exchange.lost = False
 
     def _copy_from_somebody(self) -> bool:
