@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import shutil
 import subprocess
 import sys
@@ -243,7 +245,13 @@ def test_a_ledger_that_is_gone_is_missed(tmp_path: Path) -> None:
         budget(tmp_path)
 
 
-def test_an_older_copy_of_the_ledger_is_noticed_by_a_run_that_goes_on(tmp_path: Path) -> None:
+def full(path: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_older_copy_of_the_ledger_is_noticed_by_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the run would draw anew what the copy does not know of, and report what its plan says."""
     path, copies = tmp_path / "ledger.jsonl", [b""]
     first = budget(tmp_path, run="first")
@@ -263,8 +271,9 @@ def test_an_older_copy_of_the_ledger_is_noticed_by_a_run_that_goes_on(tmp_path: 
     for copy in copies[1:]:
         path.write_bytes(copy)
         for refused in (budget, read):
-            with pytest.raises(LedgerError, match="lacks steps that the run has charged to it: an older copy; restore"):
+            with pytest.raises(LedgerError, match="lacks steps that the run has charged to it: it is an older copy"):
                 refused(tmp_path)
+            assert path.read_bytes() == copy  # nothing was written there
     path.write_bytes(copies[3])
     budget(tmp_path, run="killed").close()
     path.unlink()
@@ -272,9 +281,15 @@ def test_an_older_copy_of_the_ledger_is_noticed_by_a_run_that_goes_on(tmp_path: 
     with pytest.raises(LedgerError, match="lacks steps"):
         budget(tmp_path)
     path.write_bytes(whole)
-    again = budget(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("adp2sgd.privacy.budget.replacing", full)
+        again = budget(tmp_path)  # a mark that cannot be written is no reason to stop
+        again.close()
     assert again.steps == 10
-    again.close()
+    kept = json.loads((tmp_path / "run/plan.json").read_text())
+    del kept["mark"]
+    (tmp_path / "run/plan.json").write_text(json.dumps(kept))
+    budget(tmp_path).close()  # a run that was begun before there were marks
 
 
 def read(folder: Path) -> Budget:

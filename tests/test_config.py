@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,10 @@ def test_python_is_checked_like_a_file() -> None:
     assert (given.learners, given.epochs, given.optimizer) == (2, 0.5, Optimizer(lr=1.0, schedule=((1.0, 0.5),)))
     assert [type(each) for each in (given.learners, given.epochs, given.optimizer.lr)] == [int, float, float]
     assert config.loads(given.to_toml()) == given
+    private = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, ledger=Path("kept"))  # type: ignore[arg-type]
+    assert private.ledger == "kept"
+    with pytest.raises(ConfigError, match=r"optimizer\.lr = 1000.* has the wrong type"):
+        Optimizer(lr=10**400)
 
 
 def test_a_missing_file_is_named(tmp_path: object) -> None:

@@ -790,9 +790,12 @@ def test_a_file_is_a_site_and_nothing_else_is_taken_for_one(tmp_path: Path) -> N
     with refused("column 'site' besides", "options.site"):
         table.load(tmp_path, label="ill", test_fraction=0.5)
     assert table.load(tmp_path, label="ill", test_fraction=0.5, site="site").train.site_names == ("arm", "leg")
+    ignored = table.load(tmp_path, label="ill", test_fraction=0.5, ignore=["site"]).train
+    assert (ignored.site_names, ignored.inputs.shape[1]) == (("north", "south"), 2)
     for file in tmp_path.iterdir():
         file.write_text(file.read_text().replace("site", "limb"))
-    assert table.load(tmp_path, label="ill", test_fraction=0.5).train.site_names == ("north", "south")
+    for site in (None, "site"):
+        assert table.load(tmp_path, label="ill", test_fraction=0.5, site=site).train.site_names == ("north", "south")
     (tmp_path / "north.CSV").write_text("age,limb,ill\n5,arm,0\n")
     with refused("two files of one name", "north.CSV"):
         table.load(tmp_path, label="ill", test_fraction=0.5)

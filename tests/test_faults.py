@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -257,6 +257,7 @@ def test_sync_goes_on_from_checkpoints_of_different_rounds(tmp_path: Path) -> No
     assert run.overshoot <= 6
     assert run.consensus < 1e-12
     assert [each.state for each in run.learners] == ["ended"] * 3
+    assert any("learner 1 found no checkpoint of its own and takes the newest" in note for note in run.notes)
 
 
 def test_a_lost_learner_ends_a_sync_run_with_one_clear_error(tmp_path: Path) -> None:
@@ -271,6 +272,12 @@ def test_a_lost_learner_ends_a_sync_run_with_one_clear_error(tmp_path: Path) -> 
     assert torch.equal(kept[0].state, kept[2].state)
     rounds = {count.steps for count in kept[0].counts.values()}
     assert min(rounds) == max(rounds) >= 20
+    train(settings.replace(epochs=3 * max(rounds) / 80), tmp_path / "whole")  # that many rounds, undisturbed
+    whole = learner_checkpoint.load(Folder.open(tmp_path / "whole"), 0)
+    assert whole is not None
+    assert {count.steps for count in whole.counts.values()} == rounds
+    for name, tensor in whole.tensors.items():
+        assert torch.allclose(tensor, kept[0].tensors[name]), name
     run = train(settings, tmp_path / "run", resume=True)
     assert (run.global_steps, run.overshoot) == (240, 0)  # rounds that the loss undid count once
     assert [each.steps for each in run.learners] == [80] * 3
@@ -279,25 +286,36 @@ def test_a_lost_learner_ends_a_sync_run_with_one_clear_error(tmp_path: Path) -> 
     assert max(recorded) <= 81  # the survivors' model was kept: no round but the last is taken again
 
 
-def test_sync_goes_on_from_the_newest_model_alone(tmp_path: Path) -> None:
-    """Not from a mean with the initial one of a learner that has none."""
-    settings = SHORT.replace(algorithm="sync", optimizer=SHORT.optimizer.replace(lr=1e-9))
-    interrupted(settings, tmp_path / "run", at_step=20)
-    newest = Folder.open(tmp_path / "run")
-    saved = learner_checkpoint.load(newest, 0)
+def only_learner_2_has_a_model(settings: Config, folder: Path) -> None:
+    """All weights 0.25, after some rounds; the others' checkpoints are lost."""
+    interrupted(settings, folder, at_step=20)
+    home = Folder.open(folder)
+    saved = learner_checkpoint.load(home, 2)
     assert saved is not None
-    for learner in range(3):
-        path = tmp_path / f"run/learner-{learner}"
-        (path / "checkpoint.previous.safetensors").unlink(missing_ok=True)
-        if learner:
-            (path / "checkpoint.safetensors").unlink()
+    for path in folder.glob("learner-*/checkpoint*"):
+        path.unlink()
     tensors = {**saved.tensors, "weights": torch.full_like(saved.tensors["weights"], 0.25)}
     facts = {**saved.facts, "checksums": learner_checkpoint._checksums(tensors)}
-    newest.save_tensors("learner-0/checkpoint.safetensors", tensors, facts)
-    run = train(settings, tmp_path / "run", resume=True)
+    home.save_tensors("learner-2/checkpoint.safetensors", tensors, facts)
+
+
+def test_sync_goes_on_from_the_newest_model_alone(tmp_path: Path) -> None:
+    """Not from a mean with the initial one of learners that have none; nor does such a one take the newest's place
+    where its learner is lost before the others have it."""
+    settings = SHORT.replace(algorithm="sync", optimizer=SHORT.optimizer.replace(lr=1e-9))
+    only_learner_2_has_a_model(settings, tmp_path / "run")
+
+    def kill(supervisor: Any) -> None:
+        seat = supervisor.seats[2]
+        if seat.pid and supervisor._going_at is not None:
+            with suppress(ProcessLookupError):
+                os.kill(seat.pid, signal.SIGKILL)
+
+    with pytest.raises(RunError, match="learner 2 was lost"):
+        train(settings, tmp_path / "run", resume=True, on_status=kill)
+    train(settings, tmp_path / "run", resume=True)
     end = load_file(tmp_path / "run/model.safetensors")
     assert all(torch.allclose(each, torch.tensor(0.25), atol=1e-3) for each in end.values())
-    assert any("takes the newest model that any learner has" in note for note in run.notes)
 
 
 def command(folder: Path, settings: Config, **options: Any) -> subprocess.Popen[str]:

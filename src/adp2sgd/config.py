@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import os
 import re
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -406,7 +408,10 @@ def typed(hint: Any, value: Any, key: str) -> Any:
             raise ConfigError(f"{key} = {list(value)} must hold {len(arguments)} values")
         return tuple(typed(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
     if hint in NUMBERS and isinstance(value, NUMBERS[hint]) and not isinstance(value, bool):
-        value = hint(value)  # integers serve as floats, and numpy's numbers as Python's
+        with suppress(OverflowError):
+            value = hint(value)  # integers serve as floats, and numpy's numbers as Python's
+    elif hint is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
     kind = {tuple: list}.get(origin, origin or hint)
     matches = isinstance(value, Mapping) if kind is Mapping or origin is Mapping else isinstance(value, kind)
     if (

@@ -56,7 +56,8 @@ def load(
     (ranges, categories, classes) is taken from the records, and `fitted` names it: private training then refuses.
     Rows are held out by `split` (values train and test) or by a hash of their own content.
     """
-    (table, where), ignore = _read(Path(path), site), [ignore] if isinstance(ignore, str) else ignore
+    ignore = [ignore] if isinstance(ignore, str) else ignore
+    table, where = _read(Path(path), site, ignore)
     site = "site" if Path(path).is_dir() and site is None else site
     named = {"label": label, "site": site, "split": split}
     declared = {name: [str(value) for value in values] for name, values in (categories or {}).items()}
@@ -76,7 +77,7 @@ def load(
     return Source(train=train, test=held, classes=len(names), fitted=", ".join(schema.fitted) or None)
 
 
-def _read(path: Path, site: str | None) -> tuple[dict[str, Column], Where]:
+def _read(path: Path, site: str | None, ignore: Sequence[str]) -> tuple[dict[str, Column], Where]:
     """The columns by name, as text, and where each row stands. A folder's files are stacked; unless the column `site`
     tells the owner, the file's name does, in a column `site`."""
     if not path.is_dir():
@@ -94,10 +95,10 @@ def _read(path: Path, site: str | None) -> tuple[dict[str, Column], Where]:
             raise DataError(f"{path}: {name} and {files[0].stem} differ in the columns {odd}; give all sites the same")
     joined = {name: [value for table in tables.values() for value in table[name]] for name in columns}
     places = [(file, row) for file, table in zip(files, tables.values(), strict=True) for row in range(_rows(table))]
-    if site is None:
-        if "site" in joined:
-            fix = 'set options.site = "site" to go by it, or rename it'
-            raise DataError(f"each file in {path} is a site, and they have a column 'site' besides; {fix}")
+    if site is None and "site" in joined and "site" not in ignore:
+        fix = 'set options.site = "site" to go by it, or put it into options.ignore'
+        raise DataError(f"each file in {path} is a site, and they have a column 'site' besides; {fix}")
+    if site is None or "site" not in joined:
         joined["site"] = [file.stem for file, _ in places]
     return joined, lambda row: f"{places[row][0]}, record {places[row][1] + 1}"
 

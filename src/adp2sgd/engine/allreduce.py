@@ -30,8 +30,9 @@ class SyncWorker(Worker):
     model. When it goes on, all take the newest model that any of them has kept.
     """
 
-    without_checkpoint = "found no checkpoint of its own and takes the newest model that any learner has"
+    without_checkpoint = "found no checkpoint of its own and takes the newest of the others', or the initial model"
     _counts: dict[Key, Count]
+    _velocity: Tensor | None = None  # before the step under way
     _newest: int  # the learner whose model all begin with
 
     def assemble(self) -> None:
@@ -39,8 +40,8 @@ class SyncWorker(Worker):
         world = self.config.learners
         on_gpu = self.setup.device.type == "cuda" and torch.cuda.device_count() >= world
         store = TCPStore("127.0.0.1", self.order["port"], is_master=False)
+        self._publish()  # the own model with its own counts, until all have the newest
         self._tell_earlier(store)
-        self._publish()
         distributed.init_process_group(
             "nccl" if on_gpu else "gloo", store=store, rank=self.place.learner, world_size=world
         )
@@ -54,6 +55,8 @@ class SyncWorker(Worker):
         except StrandedError as error:  # the supervisor knows who was lost
             self.notes.append(f"left alone in an all-reduce ({str(error).splitlines()[0][:80]})")
             self.state = "stranded"
+            if self.learner.velocity is not None and self._velocity is not None:  # the round is undone
+                self.learner.velocity.copy_(self._velocity)
             self.exchanger.over.wait()
         finally:
             distributed.destroy_process_group()
@@ -105,6 +108,7 @@ class SyncWorker(Worker):
         if not learner.may_step:
             return False
         learner.begin()
+        self._velocity = learner.momentum()
         try:
             gradient = learner.gradient()
         except LedgerError as error:

@@ -26,6 +26,8 @@ def check_fit(config: Config, task: Task, model: FlatModel) -> None:
     with torch.no_grad(), _told(private):
         outputs = model.module(task.prepare(records.inputs.to(model.device)))
     if task.metric == "accuracy":
+        if not isinstance(outputs, Tensor):
+            raise ConfigError(f'a {type(outputs).__name__} of outputs has no accuracy; give the task metric="loss"')
         _check_shapes(outputs, records.targets, part.targets)
         if not private:
             _check_labels(task, outputs.shape[-1])

@@ -122,10 +122,10 @@ class Budget:
             if not path.exists():
                 fix = "restore it, or start a new run"
                 raise LedgerError(f"{plan_path} tells of a run whose ledger {path} is gone; {fix}")
+            require(path, kept.mark)
         ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
         try:
             if kept is not None:
-                require(path, kept.mark)
                 made = kept.plan
                 fixed = _adjusted(made, privacy, ledger.spent())
                 if fixed.mechanism.sample_rate != batch_size / records:
@@ -148,12 +148,16 @@ class Budget:
                         raise
                     spent = epsilon(ledger.spent(), 1, privacy.delta, "pld", privacy.adjacency).epsilon
                     raise PrivacyError(f"earlier runs have spent ε = {spent:.4g} in {path}: {error}") from None
-            _write_plan(plan_path, made, path, ledger.mark)
 
             def remember(mark: Mark) -> None:
-                if plan_path.exists():  # else the run could not begin
-                    _write_plan(plan_path, made, path, mark)
+                with suppress(OSError):  # an earlier mark remains
+                    if plan_path.exists():  # else the run could not begin
+                        _write_plan(plan_path, made, path, mark)
 
+            if kept is None:
+                _write_plan(plan_path, made, path, ledger.mark)
+            else:
+                remember(ledger.mark)
             return cls(fixed, ledger, seeded=seeded, remember=remember)
         except BaseException:
             ledger.close()
@@ -234,8 +238,7 @@ class Budget:
         self._left += self._ledger.remaining
         self._ledger.close()
         if self._remember is not None:
-            with suppress(OSError):  # the mark of the start remains
-                self._remember(self._ledger.mark)
+            self._remember(self._ledger.mark)
 
 
 def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
@@ -284,7 +287,7 @@ def read_plan(path: Path) -> Kept:
     """What the run of a learner has kept in `path`."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        ledger, mark = path.parent / raw.pop("ledger"), Mark(**raw.pop("mark"))
+        ledger, mark = path.parent / raw.pop("ledger"), Mark(**raw.pop("mark", {}))
         parts = tuple((SampledGaussian(**mechanism), count) for mechanism, count in raw["before"]["parts"])
         fixed = Plan(**{**raw, "mechanism": SampledGaussian(**raw["mechanism"]), "before": Composed(parts)})
         return Kept(fixed, ledger, mark)

@@ -41,8 +41,8 @@ _RESTORE = "restore the copy made after the last run; without it nobody can say 
 class Mark:
     """How far a ledger had come: the bytes of its lines, and the last one's sum, which covers all before it."""
 
-    size: int
-    sum: str
+    size: int = 0
+    sum: str = ""
 
 
 @dataclass(kw_only=True)
@@ -88,10 +88,11 @@ class Account:
 
 def require(path: Path, mark: Mark) -> None:
     """Refuse a ledger that lacks what stood in it up to `mark`: an older copy of it, or one that was begun anew."""
-    with _told(path, "read"):
-        before = path.read_bytes()[: mark.size]
-    if len(before) < mark.size or not before.rstrip().endswith(f'"sum":"{mark.sum}"}}'.encode()):
-        raise LedgerError(f"the ledger {path} lacks steps that the run has charged to it: an older copy; {_RESTORE}")
+    read(path)  # other damage is told first
+    before = path.read_bytes()[: mark.size]
+    if mark.size and (len(before) < mark.size or not before.rstrip().endswith(f'"sum":"{mark.sum}"}}'.encode())):
+        why = "it is an older copy, or its end is damaged"
+        raise LedgerError(f"the ledger {path} lacks steps that the run has charged to it: {why}; {_RESTORE}")
 
 
 def read(path: str | Path) -> Account:
