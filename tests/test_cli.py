@@ -133,6 +133,7 @@ def test_simulate_prints_the_result_and_keeps_the_record(tmp_path: Path) -> None
         ("nothing", "nothing"),
         ("simulate --nothing", "--nothing"),
         ("models extra", "extra"),
+        ("simulate --set options.hidden=[100000000,100000000]", "does not fit into memory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(line: str, words: str, command: Command, tmp_path: Path) -> None:

@@ -441,6 +441,20 @@ def test_figures_that_would_mean_nothing_are_refused(
         check_fit(Config(privacy=privacy), task, FlatModel(task.model()))
 
 
+def test_outputs_that_are_no_tensor_have_no_accuracy() -> None:
+    class Pair(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), x
+
+    records = Records(torch.randn(8, 3), torch.zeros(8, dtype=torch.long))
+    task = Task(
+        model=lambda: Pair(3, 2), train=records, test=records, loss=lambda out, y: out[0].square().sum(1), metric="loss"
+    )
+    check_fit(Config(), task, FlatModel(task.model()))
+    with pytest.raises(ConfigError, match="a tuple of outputs has no accuracy"):
+        check_fit(Config(), replace(task, metric="accuracy"), FlatModel(task.model()))
+
+
 def test_private_mode_tells_nothing_of_records_that_do_not_fit() -> None:
     """And looks at held-out ones only."""
     wrong = Records(torch.randn(8, 3), torch.full((8,), 77))
