@@ -34,11 +34,7 @@ def check_fit(config: Config, task: Task, model: FlatModel) -> None:
     with torch.no_grad(), _told(private):
         losses = task.loss(outputs, records.targets.to(model.device))
     model.module.train()
-    if losses.shape != (len(records),):
-        raise ConfigError(
-            f"the loss of {len(records)} records has shape {tuple(losses.shape)}; return one loss per record, "
-            'as torch losses do with reduction="none"'
-        )
+    checks.refuse_shape(losses, len(records), ConfigError)
 
 
 def _check_shapes(outputs: Tensor, targets: Tensor, all_targets: Tensor) -> None:

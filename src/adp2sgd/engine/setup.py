@@ -385,7 +385,7 @@ def _charged(ledger: Path, dataset: str) -> bool:
     try:
         account = read_ledger(ledger)
     except LedgerError:
-        return False
+        return True  # nobody can say what was
     return account.dataset == dataset and bool(account.spent().parts)
 
 

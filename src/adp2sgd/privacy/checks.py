@@ -20,7 +20,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from adp2sgd.errors import PrivacyError
+from adp2sgd.errors import Adp2sgdError, PrivacyError
 from adp2sgd.privacy.crowds import FAILURES, ORDINARY, SIZE, WATCHED, Rows
 from adp2sgd.privacy.mechanism import POISSON
 
@@ -255,7 +255,7 @@ class _Probe:
                 before = _random_state(inputs.device)
                 outputs = self.module(inputs)
                 losses = self.loss(outputs, targets)
-                _refuse_shape(losses, len(inputs))
+                refuse_shape(losses, len(inputs))
                 gradient = torch.autograd.grad(losses[min(MIDDLE, len(losses) - 1)], parameters, allow_unused=True)
                 random = not torch.equal(before, _random_state(inputs.device))
         except FAILURES as error:
@@ -295,9 +295,10 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _refuse_shape(losses: Tensor, count: int) -> None:
+def refuse_shape(losses: Tensor, count: int, error: type[Adp2sgdError] = PrivacyError) -> None:
+    """A loss must be one number for each record."""
     if losses.shape != (count,):
-        raise PrivacyError(
+        raise error(
             f"the loss of {count} records has shape {tuple(losses.shape)}; return one loss per record, "
             'as torch losses do with reduction="none"'
         )
