@@ -15,8 +15,8 @@ from adp2sgd.engine import simulate
 from adp2sgd.privacy.accountant import epsilon
 from adp2sgd.privacy.calibrate import steps_for
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian, with_count
-from adp2sgd.reproduce import paper
-from adp2sgd.reproduce.cells import Cell, Choice
+from reproduction import paper
+from reproduction.cells import Cell, Choice
 
 DELTA = 1e-5
 RATE = paper.SETTING["batch_size"] / paper.SETTING["smallest_shard"]  # of one learner

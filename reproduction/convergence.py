@@ -16,8 +16,8 @@ from adp2sgd import theory, topology
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds, Topology
 from adp2sgd.engine import simulate
 from adp2sgd.engine.setup import Setup, prepare
-from adp2sgd.reproduce import paper
-from adp2sgd.reproduce.cells import Cell, Choice
+from reproduction import paper
+from reproduction.cells import Cell, Choice
 
 Matrix = NDArray[np.float64]
 GRAPHS = {

@@ -1,7 +1,8 @@
-"""Verdicts on the paper's experiments: each judge reads a study's records, and answers None while cells are missing.
+"""Verdicts on accuracies, losses and sizes: each judge reads a study's records, and answers None while cells are missing.
 
 A claim is judged by the longest runs of one length that both algorithms made with the same seeds, at the paper's noise.
-A run that diverged is finished: it is comparable to none, and its accuracy counts as 0.
+All records that a judge is given have the same momentum (`of_momentum`). A run that diverged is finished: it is
+comparable to none, and its accuracy counts as 0.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from adp2sgd.reproduce import paper
-from adp2sgd.reproduce.cells import Record
-from adp2sgd.reproduce.tables import Setting, balanced, course, pairs_of, quality, race, seconds_of, shown, signed
+from reproduction import paper
+from reproduction.cells import Record
+from reproduction.tables import Setting, pairs_of, quality, signed
 
 HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold"
+SO_FAR = "holds where tested"
 SHORTER = "not tested at the paper's length"
 NOISY = paper.NOISE["cifar10"][1:]
 DIVERGED = "a run diverged"
-ENOUGH = 0.85  # of what perfect balancing would win
 Choose = Callable[[Sequence[Record]], list[Record]]
 """Which of a study's records a claim is about."""
 Pairs = list[Mapping[str, Record]]
@@ -28,18 +29,36 @@ Pairs = list[Mapping[str, Record]]
 
 @dataclass(frozen=True)
 class Finding:
-    """Our figure for a claim, the verdict, and the files that both were read off."""
+    """Our figure for a claim, the verdict, and the files that both were read off.
+
+    `missing`: the options that run the cells of the claim that are not finished; empty where all are.
+    """
 
     ours: str
     verdict: str
     files: Sequence[Record] = ()
+    missing: str = ""
 
 
-def _verdict(right: Sequence[bool]) -> str:
-    return HOLDS if all(right) else PARTLY if any(right) else FAILS
+def verdict_of(right: Sequence[bool], missing: str = "") -> str:
+    if all(right):
+        return SO_FAR if missing else HOLDS
+    return PARTLY if any(right) else FAILS
 
 
-def _settled(verdict: str, files: Sequence[Record]) -> str:
+def _options(cells: Sequence[tuple[str, float]]) -> str:
+    """What runs these cells, (algorithm, noise) each. Cells that are finished are not run again."""
+    algorithms, noises = {algorithm for algorithm, _ in cells}, sorted({noise for _, noise in cells})
+    only = [f"--algorithm {name}" for name in algorithms] if len(algorithms) == 1 else []
+    return " ".join(only + [f"--noise {noise:g}" for noise in noises])
+
+
+def of_momentum(records: Iterable[Record], momentum: float) -> list[Record]:
+    """A cell that names no momentum has none: plain SGD, or nothing is trained."""
+    return [record for record in records if record["cell"].get("momentum", 0.0) == momentum]
+
+
+def settled(verdict: str, files: Sequence[Record]) -> str:
     """The verdict; but runs of the paper's recipe that saw fewer records than the paper's settle nothing."""
     cell = files[0]["cell"]
     if cell.get("form") or "sigma" not in cell or cell["model"] not in paper.MODELS:
@@ -49,9 +68,9 @@ def _settled(verdict: str, files: Sequence[Record]) -> str:
     return SHORTER if seen and max(seen) < 0.99 * paper.EPOCHS[data] * paper.SAMPLES[data] else verdict
 
 
-def full(records: Sequence[Record], model: str | None = None, momentum: float = 0.0) -> list[Record]:
+def full(records: Sequence[Record], model: str | None = None) -> list[Record]:
     """The paper's recipe at its own size, of all models or of one."""
-    return _chosen(records, form="", model=model, momentum=momentum)
+    return _chosen(records, form="", model=model)
 
 
 def small(records: Sequence[Record], model: str | None = None) -> list[Record]:
@@ -63,18 +82,15 @@ def private(form: str, model: str, records: Sequence[Record]) -> list[Record]:
     return _chosen(records, form=form, model=model, noise="z")
 
 
-def _chosen(
-    records: Sequence[Record], *, form: str, model: str | None, momentum: float = 0.0, noise: str = "sigma"
-) -> list[Record]:
+def _chosen(records: Sequence[Record], *, form: str, model: str | None, noise: str = "sigma") -> list[Record]:
     kinds = {"sigma", "z", "epsilon"} - {noise}
     chosen = [r for r in records if r["cell"].get("form", "") == form and not kinds & set(r["cell"])]
-    chosen = [r for r in chosen if r["cell"].get("momentum", 0.0) == momentum]
     return [r for r in chosen if model in (None, r["cell"].get("model"))]
 
 
-def whole_row(records: Sequence[Record], momentum: float = 0.0) -> list[Record]:
+def whole_row(records: Sequence[Record]) -> list[Record]:
     """ResNet-18 at the paper's number of epochs, simulated."""
-    chosen = full(records, "resnet18", momentum)
+    chosen = full(records, "resnet18")
     return [r for r in chosen if r["cell"]["epochs"] == paper.EPOCHS["cifar10"] and not r["cell"]["engine"]]
 
 
@@ -94,7 +110,7 @@ def _by_noise(records: Iterable[Record], needed: int) -> dict[float, Pairs] | No
     return dict(sorted(lengths[max(enough)].items())) if enough else None
 
 
-def _beside(
+def beside(
     records: Iterable[Record], usual: str, other: str, level: int, engine: str = ""
 ) -> tuple[Mapping[str, Record], Mapping[str, Record]] | None:
     """The longest pairs of two variants, alike in all else, at the paper's noise of this level; of the lowest seed."""
@@ -106,58 +122,54 @@ def _beside(
     return (found[max(whole)][usual], found[max(whole)][other]) if whole else None
 
 
-def _files(pairs: Iterable[Mapping[str, Record]]) -> list[Record]:
+def files_of(pairs: Iterable[Mapping[str, Record]]) -> list[Record]:
     return [pair[algorithm] for pair in pairs for algorithm in paper.ALGORITHMS]
 
 
-def _worth(record: Record) -> float:
+def worth(record: Record) -> float:
     """Its quality; that of a run that diverged is the worst there is."""
     value, by_loss = quality(record), paper.family(record["cell"]["model"]) == "speech"
     return (math.inf if by_loss else 0.0) if value is None else value
 
 
 def _mean(records: Sequence[Record]) -> float:
-    return sum(map(_worth, records)) / len(records)
+    return sum(map(worth, records)) / len(records)
 
 
-# --- Table 1 and speech ---
-
-
-def _row(records: Sequence[Record], momentum: float = 0.0) -> dict[tuple[str, float], list[Record]]:
+def _row(records: Sequence[Record]) -> dict[tuple[str, float], list[Record]]:
     """ResNet-18 at 300 epochs: (algorithm, noise) → its records, one for each seed."""
     found: dict[tuple[str, float], list[Record]] = {}
-    for record in whole_row(records, momentum):
+    for record in whole_row(records):
         found.setdefault((record["cell"]["algorithm"], record["cell"]["sigma"]), []).append(record)
     return found
 
 
-def level(cells: Sequence[tuple[str, float]], records: Sequence[Record], momentum: float = 0.0) -> Finding | None:
+def level(cells: Sequence[tuple[str, float]], records: Sequence[Record]) -> Finding | None:
     """Each (algorithm, noise): at most 1.5 points below the paper."""
-    row = _row(records, momentum)
-    if not set(cells) <= set(row):
+    row = _row(records)
+    there = [cell for cell in cells if cell in row]
+    if not there:
         return None
-    near = [_published(*cell) - _mean(row[cell]) <= 1.5 for cell in cells]
-    text = ", ".join(f"{paper.NAMES[a]} {_mean(row[a, sigma]):.2f} at σ = {sigma:g}" for a, sigma in cells)
-    return Finding(text, _verdict(near), [record for cell in cells for record in row[cell]])
+    near = [_published(*cell) - _mean(row[cell]) <= 1.5 for cell in there]
+    text = ", ".join(f"{paper.NAMES[a]} {_mean(row[a, sigma]):.2f} at σ = {sigma:g}" for a, sigma in there)
+    missing = _options([cell for cell in cells if cell not in row])
+    return Finding(text, verdict_of(near, missing), [record for cell in there for record in row[cell]], missing)
 
 
-def noise_cost(
-    records: Sequence[Record], algorithms: Sequence[str] = paper.ALGORITHMS, noises: Sequence[float] = NOISY,
-    momentum: float = 0.0,
-) -> Finding | None:  # fmt: skip
+def noise_cost(records: Sequence[Record]) -> Finding | None:
     """What noise costs: each loss is within 1.5 points of the paper's."""
-    texts, near, row = [], [], _row(records, momentum)
-    cells = [(algorithm, sigma) for algorithm in algorithms for sigma in (0.0, *noises)]
-    if not set(cells) <= set(row):
-        return None
-    for algorithm in algorithms:
+    texts, near, files, row = [], list[bool](), list[Record](), _row(records)
+    for algorithm, name in paper.NAMES.items():
+        noises = [sigma for sigma in NOISY if {(algorithm, 0.0), (algorithm, sigma)} <= set(row)]
         lost = [_mean(row[algorithm, sigma]) - _mean(row[algorithm, 0.0]) for sigma in noises]
         claimed = [_published(algorithm, sigma) - _published(algorithm, 0.0) for sigma in noises]
         near += [abs(a - b) <= 1.5 for a, b in zip(lost, claimed, strict=True)]
-        texts.append(f"{paper.NAMES[algorithm]} {', '.join(signed(each) for each in lost)}")
-    levels = ", ".join(f"{sigma:g}" for sigma in noises)
-    files = [record for cell in cells for record in row[cell]]
-    return Finding(f"{'; '.join(texts)} points at σ = {levels}", _verdict(near), files)
+        texts += [f"{name} {signed(each)} at σ = {sigma:g}" for each, sigma in zip(lost, noises, strict=True)]
+        files += [record for sigma in (0.0, *noises) if noises for record in row[algorithm, sigma]]
+    if not texts:
+        return None
+    missing = _options([(a, sigma) for a in paper.ALGORITHMS for sigma in (0.0, *NOISY) if (a, sigma) not in row])
+    return Finding(", ".join(texts), verdict_of(near, missing), files, missing)
 
 
 def _published(algorithm: str, sigma: float) -> float:
@@ -166,9 +178,11 @@ def _published(algorithm: str, sigma: float) -> float:
     return value
 
 
-def comparable(choose: Choose, allowed: float, needed: int, records: Sequence[Record]) -> Finding | None:
+def comparable(
+    choose: Choose, allowed: float, needed: int, records: Sequence[Record], wanted: Sequence[float] = ()
+) -> Finding | None:
     """Asynchronous against SYNC at `needed` noises: accuracies differ by at most `allowed` either way; a loss may be
-    higher by `allowed`, and lower by anything."""
+    higher by `allowed`, and lower by anything. Of the noises `wanted`, those not run are named."""
     found = _by_noise(choose(records), needed)
     if found is None:
         return None
@@ -180,8 +194,9 @@ def comparable(choose: Choose, allowed: float, needed: int, records: Sequence[Re
         text = DIVERGED if gap is None else signed(gap, 3 if by_loss else 2)
         seeds = f" (mean of {len(pairs)} seeds)" if len(pairs) > 1 else ""
         parts.append(f"{text} at {letter} = {noise:g}{seeds}")
-    files = _files(chain(*found.values()))
-    return Finding("async − SYNC " + ", ".join(parts), _settled(_verdict(within), files), files)
+    files, missing = files_of(chain(*found.values())), " ".join(f"--noise {n:g}" for n in wanted if n not in found)
+    verdict = settled(verdict_of(within, missing), files)
+    return Finding("async − SYNC " + ", ".join(parts), verdict, files, missing)
 
 
 def recipe(records: Sequence[Record]) -> Finding | None:
@@ -189,16 +204,16 @@ def recipe(records: Sequence[Record]) -> Finding | None:
     whole = [(key.epochs, pair) for key, pair in pairs_of(records).items() if key.letter == "ε" and len(pair) == 2]
     if not whole:
         return None
-    longest = max(epochs for epochs, _ in whole)
-    pairs: Pairs = [pair for epochs, pair in whole if epochs == longest]
+    most = max(epochs for epochs, _ in whole)
+    pairs: Pairs = [pair for epochs, pair in whole if epochs == most]
     gap, by = _gap(pairs), {a: _mean([pair[a] for pair in pairs]) for a in paper.ALGORITHMS}
     text = ", ".join(f"{name} {by[a]:.2f}" for a, name in paper.NAMES.items())
-    return Finding(text if gap is not None else DIVERGED, _verdict([gap is not None and abs(gap) <= 3]), _files(pairs))
+    return Finding(text if gap is not None else DIVERGED, verdict_of([gap is not None and abs(gap) <= 3]), files_of(pairs))
 
 
 def _gap(pairs: Pairs) -> float | None:
     """Asynchronous − SYNC, the mean over seeds; None where a run diverged."""
-    if any(record.get("diverged") for record in _files(pairs)):
+    if any(record.get("diverged") for record in files_of(pairs)):
         return None
     return _mean([pair["adpsgd"] for pair in pairs]) - _mean([pair["sync"] for pair in pairs])
 
@@ -210,7 +225,7 @@ def comparable_others(records: Sequence[Record]) -> Finding | None:
     others = set(paper.CNNS) - {"resnet18"}
     found = {
         key: pairs
-        for key, pairs in _longest(full(records)).items()
+        for key, pairs in longest(full(records)).items()
         if key[0] in others and key != ("senet18", NOISY[-1]) and pairs[0]["sync"]["cell"]["epochs"] >= 20
     }
     learned = {key: pairs for key, pairs in found.items() if _mean([pair["sync"] for pair in pairs]) >= 50}
@@ -230,11 +245,11 @@ def comparable_others(records: Sequence[Record]) -> Finding | None:
         (len(others) * len(paper.NOISE["cifar10"]) - 1 - len(found), "not run yet"),
     ):
         text += f"; {count} {words}" if count else ""
-    verdict = SHORTER if lengths[0] < paper.EPOCHS["cifar10"] else _verdict(within)
-    return Finding(text, verdict, _files(chain(*found.values())))
+    verdict = SHORTER if lengths[0] < paper.EPOCHS["cifar10"] else verdict_of(within)
+    return Finding(text, verdict, files_of(chain(*found.values())))
 
 
-def _longest(records: Iterable[Record]) -> dict[tuple[str, float], Pairs]:
+def longest(records: Iterable[Record]) -> dict[tuple[str, float], Pairs]:
     """(model, noise) → the pairs of the longest runs, one for each seed."""
     found: dict[tuple[str, float], dict[float, Pairs]] = {}
     for key, pair in _complete(records):
@@ -252,89 +267,8 @@ def rises(choose: Choose, needed: int, records: Sequence[Record]) -> Finding | N
         values = [_mean([pair[algorithm] for pair in pairs]) for pairs in found.values()]
         steady.append(values == sorted(values) and math.isfinite(values[-1]))
         texts.append(f"{name} {', '.join(f'{v:.3f}' if math.isfinite(v) else 'diverged' for v in values)}")
-    files = _files(chain(*found.values()))
-    return Finding("; ".join(texts), _settled(_verdict(steady), files), files)
-
-
-# --- The three cases ---
-
-
-def slow_down(choose: Choose, factor: float, records: Sequence[Record], engine: str = "") -> Finding | None:
-    """SYNC's round takes `factor` − 1 steps longer (5 % allowed), ADPSGD at most 1/0.85 of perfect balancing; and in
-    time to a quality ADPSGD wins at least 85 % of what perfect balancing would."""
-    found = _beside(choose(records), "even", "slow", 2, engine)
-    if found is None:
-        return None
-    even, slow = found
-    files = [even["sync"], slow["sync"], even["adpsgd"], slow["adpsgd"]]
-    if any(record.get("diverged") for record in files):
-        return Finding(DIVERGED, FAILS, files)
-    won = race(slow)
-    if won is None:
-        return None
-    sync, asynchronous = (seconds_of(slow[a]) / seconds_of(even[a]) for a in paper.ALGORITHMS)
-    longer, best = _longer(even["sync"], slow["sync"]), balanced(slow["adpsgd"])
-    right = [abs(longer - (factor - 1)) <= 0.05 * (factor - 1), asynchronous <= best / ENOUGH, won.share >= ENOUGH]
-    text = f"SYNC ×{sync:.2f}, a round {longer:.2f} steps longer; async ×{asynchronous:.2f} (perfect balancing "
-    text += (
-        f"×{best:.2f}); to {won.quality} {won.speed_up:.2f} times as fast as SYNC, {won.share:.0%} of {won.ideal:.2f}"
-    )
-    free = _padded(slow["sync"])
-    text += f" ({won.share * free:.1%} if SYNC's all-reduce took no time)" if free < 0.995 else ""
-    return Finding(text, _verdict(right), files)
-
-
-def _padded(slow: Record) -> float:
-    """The part of SYNC's time that its padded steps make up; the rest is the all-reduce."""
-    rounds, speeds = slow["global_steps"] / slow["config"]["learners"], slow["config"]["speeds"]
-    return min(1.0, float(rounds * speeds["step_s"] * speeds["factor"] / seconds_of(slow)))
-
-
-def _longer(even: Record, slow: Record) -> float:
-    """By how many normal steps the slow learner lengthens a round."""
-    rounds, step = slow["global_steps"] / slow["config"]["learners"], slow["config"]["speeds"]["step_s"]
-    return (seconds_of(slow) - seconds_of(even)) / float(rounds * step)
-
-
-def collapse(choose: Choose, records: Sequence[Record]) -> Finding | None:
-    """With batch and learning rate doubled SYNC collapses, and ADPSGD learns."""
-    found = _beside(choose(records), "usual", "doubled", 1)
-    if found is None:
-        return None
-    usual, doubled = found
-    words = [f"{name} {shown(doubled[a])} ({shown(usual[a])} with the usual ones)" for a, name in paper.NAMES.items()]
-    verdict = FAILS  # where the usual runs diverged there is nothing to compare with
-    if not any(record.get("diverged") for record in usual.values()):
-        verdict = _collapsed({a: _learns(doubled[a], usual[a]) for a in paper.ALGORITHMS})
-    files = _files([doubled, usual])
-    return Finding(", ".join(words), _settled(verdict, files), files)
-
-
-def collapse_of_senet(records: Sequence[Record]) -> Finding | None:
-    """SENet-18 at large noise: SYNC ends at chance, and ADPSGD learns. In a shorter run SYNC may collapse yet."""
-    found = _longest(full(records, "senet18")).get(("senet18", NOISY[-1]))
-    if found is None:
-        return None
-    pair, epochs = found[0], found[0]["sync"]["cell"]["epochs"]
-    text = f"of {epochs:g} epochs: SYNC {shown(pair['sync'])}, async {shown(pair['adpsgd'])}"
-    learns = {a: _worth(pair[a]) > limit for a, limit in zip(paper.ALGORITHMS, (15, 50), strict=True)}
-    open_yet = epochs < paper.EPOCHS["cifar10"] and learns["sync"] and not pair["adpsgd"].get("diverged")
-    return Finding(text, SHORTER if open_yet else _collapsed(learns), _files([pair]))
-
-
-def _collapsed(learns: Mapping[str, bool]) -> str:
-    """That both learn is no part of the claim."""
-    if learns["sync"]:
-        return FAILS
-    return HOLDS if learns["adpsgd"] else PARTLY
-
-
-def _learns(record: Record, usual: Record) -> bool:
-    """It covers at least half of the way from the usual run's worst evaluation to its end."""
-    if record.get("diverged"):
-        return False
-    start, end = min(course(usual)), course(usual)[-1]
-    return course(record)[-1] >= (start + end) / 2
+    files = files_of(chain(*found.values()))
+    return Finding("; ".join(texts), settled(verdict_of(steady), files), files)
 
 
 def sizes(records: Sequence[Record]) -> Finding | None:
@@ -343,4 +277,4 @@ def sizes(records: Sequence[Record]) -> Finding | None:
     if len(chosen) < len(paper.MODELS):
         return None
     equal = [abs(chosen[name]["mib"] - known.mib) < 0.015 for name, known in paper.MODELS.items()]
-    return Finding(f"{sum(equal)} of {len(equal)} within 0.01 MiB", _verdict(equal), list(chosen.values()))
+    return Finding(f"{sum(equal)} of {len(equal)} within 0.01 MiB", verdict_of(equal), list(chosen.values()))

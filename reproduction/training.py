@@ -21,34 +21,27 @@ from adp2sgd.engine import checkpoint, simulate, train
 from adp2sgd.engine.evaluate import Metrics, average, evaluate
 from adp2sgd.engine.setup import Setup, pick_device, prepare
 from adp2sgd.engine.simulate import Status
-from adp2sgd.errors import ConfigError, DivergedError
+from adp2sgd.errors import DivergedError
 from adp2sgd.record import Folder, Point, Run, read_result
-from adp2sgd.reproduce import paper
-from adp2sgd.reproduce.cells import Cell, Choice
+from reproduction import paper
+from reproduction.cells import Cell, Choice
 from adp2sgd.task import Augment, Task, digits
 
 JITTER = Speeds(kind="log-normal", spread=0.1)  # equal learners; without it they would step in a fixed order
 QUICK_MODELS = {"cifar10": "cnn", "speech": "lstm"}
 POINTS = 20  # evaluations in a run
-
-
-def experiments() -> Path:
-    """The folder of configurations: in the current folder, else in the source tree."""
-    for root in (Path.cwd(), Path(__file__).parents[3]):
-        if (root / "experiments" / "paper_cifar10.toml").is_file():
-            return root / "experiments"
-    raise ConfigError("experiments/paper_cifar10.toml is not here; run reproduce from the project's folder")
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"  # the configurations
 
 
 def recipe(model: str, choice: Choice) -> Config:
     """The paper's configuration for a model, or its small form on handwritten digits."""
     family = paper.family(model)
-    base = config.load(experiments() / f"paper_{family}.toml").replace(device=choice.device)
+    base = config.load(EXPERIMENTS / f"paper_{family}.toml").replace(device=choice.device)
     if choice.quick:
         return _small(base, family)
     device = pick_device(choice.device)
     if model == "lstm_small":
-        return config.load(experiments() / "speech_small.toml").replace(device=choice.device, topology=base.topology)
+        return config.load(EXPERIMENTS / "speech_small.toml").replace(device=choice.device, topology=base.topology)
     if family == "speech":  # in bfloat16 torch would run an LSTM in float16, and it has nothing to compile in one
         return base.replace(task=f"{family}/{model}")
     fused = can_compile(device) and not choice.processes and not choice.private
@@ -64,7 +57,7 @@ def _small(base: Config, family: str) -> Config:
         return small.replace(task="digits/cnn", options={"norm": "batch"}, optimizer=stretched(optimizer, 5 / 300))
     options = {"hidden": 32, "layers": 1, "projection": 32}
     return small.replace(
-        task="adp2sgd.reproduce.training:digit_rows",
+        task="reproduction.training:digit_rows",
         batch_size=8,
         epochs=3.0,
         options=options,
@@ -134,7 +127,7 @@ def cell(
 
 def private_recipe(algorithm: str, seed: int, choice: Choice) -> Cell:
     """What the paper's claim should be replaced by: the accuracy of a model that suits privacy, at ε = 8."""
-    base = config.load(experiments() / "cifar10_private.toml").replace(device=choice.device)
+    base = config.load(EXPERIMENTS / "cifar10_private.toml").replace(device=choice.device)
     epochs = choice.epochs or base.epochs
     settings = base.replace(
         algorithm=algorithm,
@@ -155,6 +148,7 @@ def private_recipe(algorithm: str, seed: int, choice: Choice) -> Cell:
 
 
 def _identity(settings: Config, model: str, noise: dict[str, Any], choice: Choice, variant: str = "") -> dict[str, Any]:
+    """A cell without `momentum` was trained by plain SGD."""
     return {
         "form": "quick" if choice.quick else "",
         "model": model,
@@ -162,14 +156,17 @@ def _identity(settings: Config, model: str, noise: dict[str, Any], choice: Choic
         **noise,
         "variant": variant,
         "engine": "processes" if choice.processes else "",
-        **({"momentum": choice.momentum} if choice.momentum else {}),
+        **({"momentum": settings.optimizer.momentum} if settings.optimizer.momentum else {}),
         "epochs": settings.epochs,
         "seed": settings.seed,
     }
 
 
 def _optimizer(base: Config, epochs: float, choice: Choice) -> Optimizer:
-    return stretched(base.optimizer, epochs / base.epochs).replace(momentum=choice.momentum or base.optimizer.momentum)
+    """The recipe's, stretched to `epochs`. Private mode has no momentum unless the user asks for it."""
+    own = 0.0 if choice.private else base.optimizer.momentum
+    momentum = own if choice.momentum is None else choice.momentum
+    return stretched(base.optimizer, epochs / base.epochs).replace(momentum=momentum)
 
 
 def _checkpoint_every(base: Config, epochs: float) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from adp2sgd.reproduce.cells import Record
-from adp2sgd.reproduce.judges import FAILS, HOLDS, Finding, full
+from reproduction.cells import Record
+from reproduction.judges import FAILS, HOLDS, Finding, full
 
 OPEN = "not testable"
 

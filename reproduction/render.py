@@ -1,4 +1,4 @@
-"""Tables as Markdown, curves as pictures, and docs/reproduction.md filled with both."""
+"""Tables as Markdown, curves as pictures, and the documents filled with both."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adp2sgd.errors import ConfigError
-from adp2sgd.reproduce import paper
-from adp2sgd.reproduce.cells import Record, finished
-from adp2sgd.reproduce.claims import claims_table
-from adp2sgd.reproduce.studies import STUDIES, Study
-from adp2sgd.reproduce.tables import Table
+from reproduction import paper
+from reproduction.cells import Record, finished
+from reproduction.claims import claims_table
+from reproduction.studies import STUDIES, Study
+from reproduction.tables import Table, summary_table
 
 FEW = 20  # evaluations: each is then marked
 BEGIN, END = "<!-- reproduce {} -->", "<!-- end -->"
+HOME = Path(__file__).parent
+RESULTS = HOME / "results"
+DOCUMENTS = (HOME / "README.md", HOME.parent / "docs" / "reproduction.md")
 
 
 def markdown(table: Table) -> str:
@@ -40,7 +43,7 @@ def section(name: str, out: Path, where: str) -> str:
                 f"<details><summary>{len(chosen)} files in <code>{name}/</code></summary>\n\n{files}\n\n</details>"
             )
     parts += [f"![{picture.stem}]({where}/{name}/{picture.name})" for picture in sorted((out / name).glob("*.png"))]
-    return "\n\n".join(parts) or f"No cell is finished yet: `adp2sgd reproduce {name}`."
+    return "\n\n".join(parts) or f"No cell is finished yet: `python -m reproduction {name}`."
 
 
 def write_page(name: str, out: Path) -> Path:
@@ -58,10 +61,12 @@ def filled(text: str, out: Path) -> str:
         name = found[1]
         if name == "claims":
             content = markdown(claims_table(out))
+        elif name == "summary":
+            content = markdown(summary_table(finished(out, "table1")))
         elif name in STUDIES:
-            content = section(name, out, "../experiments/results")
+            content = section(name, out, RESULTS.name)
         else:
-            raise ConfigError(f"the document asks for {name!r}; use claims or one of: {', '.join(STUDIES)}")
+            raise ConfigError(f"the document asks for {name!r}; use claims, summary or one of: {', '.join(STUDIES)}")
         return f"{BEGIN.format(name)}\n{content}\n{END}"
 
     return re.sub(r"<!-- reproduce ([a-z0-9]+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
@@ -124,11 +129,11 @@ def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
 
 
 def _setting(cell: Record) -> str:
-    momentum = cell.get("momentum")
-    private = "" if "sigma" in cell else "private mode"
+    momentum, private = cell.get("momentum"), "" if "sigma" in cell else "private mode"
+    optimizer = f"momentum {momentum:g}" if momentum else "" if private else "plain SGD"
     form = "small form (digits)" if cell["form"] == "quick" else ""
     engine = "real processes" if cell["engine"] else ""
-    parts = (cell["model"], f"momentum {momentum:g}" if momentum else "", private, engine, form)
+    parts = (cell["model"], optimizer, private, engine, form)
     return ", ".join(filter(None, parts))
 
 

@@ -16,8 +16,8 @@ from adp2sgd.data.cifar10 import NORMALIZE
 from adp2sgd.data.records import Records
 from adp2sgd.device import can_compile, precision_on
 from adp2sgd.engine.setup import make_learner, pick_device, prepare
-from adp2sgd.reproduce import paper
-from adp2sgd.reproduce.cells import Cell, Choice, device_name
+from reproduction import paper
+from reproduction.cells import Cell, Choice, device_name
 from adp2sgd.task import Task
 
 QUICK = ("shufflenet", "mobilenet", "resnet18")
@@ -62,7 +62,7 @@ def _measure(model: str, device: str, batch: int, scratch: Path, quiet: bool) ->
     family = paper.family(model)
     layers = family == "cifar10"  # an LSTM is one fused kernel, which bfloat16 would run in float16
     settings = Config(
-        task="adp2sgd.reproduce.sizes:random_records",
+        task="reproduction.sizes:random_records",
         options={"model": model, "records": 4 * batch},
         learners=1,
         batch_size=batch,

@@ -11,6 +11,7 @@ ALGORITHMS = tuple(NAMES)
 NOISE = {"cifar10": (0.0, 1.0, 2.0, 4.0), "speech": (0.0, 0.08, 0.16, 0.32)}  # none, small, medium, large
 EPOCHS = {"cifar10": 300.0, "speech": 20.0}
 SAMPLES = {"cifar10": 50_000, "speech": 4_200_000}
+MOMENTUM = 0.9  # of paper mode; the paper states none (README.md, "Table 1")
 LEARNERS, BATCH = 16, {"cifar10": 256, "speech": 128}
 SETTING = {"learners": 16, "smallest_shard": 3125, "steps": 58_594, "batch_size": 256}  # CIFAR-10; n₁ and T follow
 

@@ -9,10 +9,10 @@ from functools import partial
 from adp2sgd import config
 from adp2sgd.engine.setup import pick_device
 from adp2sgd.errors import ConfigError
-from adp2sgd.reproduce import accounting, convergence, paper, sizes, tables, training
-from adp2sgd.reproduce.cells import Cell, Choice, Record
-from adp2sgd.reproduce.tables import Table
-from adp2sgd.reproduce.training import cell
+from reproduction import accounting, computed, convergence, paper, sizes, tables, training
+from reproduction.cells import Cell, Choice, Record
+from reproduction.tables import Table
+from reproduction.training import cell
 
 TRAINING = frozenset(each.name for each in fields(Choice))
 ALWAYS = frozenset({"quick", "device"})
@@ -68,7 +68,7 @@ def _speech(choice: Choice) -> list[Cell]:
 
 def _slow(study: str, choice: Choice) -> list[Cell]:
     """Cases I and II, medium noise: the slow learner, and beside it the same run with equal learners."""
-    slow = config.load(training.experiments() / f"paper_{study}.toml").speeds
+    slow = config.load(training.EXPERIMENTS / f"paper_{study}.toml").speeds
     found = []
     for model in _small_set(choice.models or ("resnet18",), choice):
         for sigma in choice.noise or (paper.NOISE[paper.family(model)][2],):
@@ -102,7 +102,7 @@ STUDIES: dict[str, Study] = {
     "sizes": Study(
         title="Model sizes and times",
         cells=sizes.cells,
-        tables=tables.size_table,
+        tables=computed.size_table,
         takes=ALWAYS | {"models"},
     ),
     "case1": Study(
@@ -122,8 +122,8 @@ STUDIES: dict[str, Study] = {
         x="epoch",
         families=("speech",),
     ),
-    "theory": Study(title="Convergence theory", cells=convergence.cells, tables=tables.theory_tables, takes=ALWAYS),
-    "privacy": Study(title="Privacy", cells=accounting.cells, tables=tables.privacy_tables, takes=ALWAYS),
+    "theory": Study(title="Convergence theory", cells=convergence.cells, tables=computed.theory_tables, takes=ALWAYS),
+    "privacy": Study(title="Privacy", cells=accounting.cells, tables=computed.privacy_tables, takes=ALWAYS),
 }
 
 

@@ -1,16 +1,16 @@
-"""`adp2sgd reproduce`: run a study's missing cells, then show and write what is finished."""
+"""Run a study's missing cells, then print and write what is finished."""
 
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from adp2sgd import view
 from adp2sgd.errors import ConfigError
-from adp2sgd.reproduce import render
-from adp2sgd.reproduce.cells import Choice, finished, run_all
-from adp2sgd.reproduce.studies import check, find
-from adp2sgd.reproduce.training import experiments
+from reproduction import render
+from reproduction.cells import Choice, finished, run_all
+from reproduction.studies import Study, check, find
 
 
 def reproduce(
@@ -21,14 +21,8 @@ def reproduce(
     check(name, choice)
     if jobs > 1 and (choice.processes or name == "sizes"):
         raise ConfigError(f"--jobs {jobs} would spoil times that are measured; leave it out")
-    study, home = find(name), experiments() / "results"
-    out = out or home
-    if write_docs and out.resolve() != home.resolve():
-        raise ConfigError(f"--write-docs is for the results in {home}; leave --out {out} out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be a folder ({error.strerror}); choose another") from None
+    study, out = find(name), out or render.RESULTS
+    _can_write(study, out, write_docs)
     finished(out, name)  # a damaged file shows before anything is measured
     cells = study.cells(choice)
 
@@ -47,7 +41,18 @@ def reproduce(
             print(render.markdown(table), end="\n\n")
     if write_docs or before < len(cells):
         say(f"written: {render.write_page(name, out)}")
-    if write_docs:
-        page = experiments().parent / "docs" / "reproduction.md"
+    for page in render.DOCUMENTS if write_docs else ():
         page.write_text(render.filled(page.read_text(encoding="utf-8"), out), encoding="utf-8")
         say(f"written: {page}")
+
+
+def _can_write(study: Study, out: Path, write_docs: bool) -> None:
+    """Refuse, before anything is measured, what could not be written afterwards."""
+    if write_docs and out.resolve() != render.RESULTS.resolve():
+        raise ConfigError(f"--write-docs is for the results in {render.RESULTS}; leave --out {out} out")
+    if study.x and find_spec("matplotlib") is None:
+        raise ConfigError("pictures need matplotlib, which is not installed; run: pip install 'adp2sgd[report]'")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be a folder ({error.strerror}); choose another") from None

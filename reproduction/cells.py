@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the command line asks for; empty means the study's own."""
+    """What the command line asks for; empty or None means the study's own."""
 
     quick: bool = False
     models: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Choice:
     algorithms: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     epochs: float | None = None
-    momentum: float = 0.0
+    momentum: float | None = None
     private: bool = False
     processes: bool = False
     device: str = "auto"
