@@ -7,8 +7,21 @@ from collections.abc import Mapping, Sequence
 from reproduction import paper
 from reproduction.cells import Record
 from reproduction.judges import (
-    DIVERGED, FAILS, HOLDS, NOISY, PARTLY, SHORTER, Choose, Finding, beside, files_of, full, longest, settled,
-    verdict_of, worth,
+    DIVERGED,
+    FAILS,
+    HOLDS,
+    NOISY,
+    PARTLY,
+    SHORTER,
+    Choose,
+    Finding,
+    beside,
+    files_of,
+    full,
+    longest,
+    settled,
+    verdict_of,
+    worth,
 )  # fmt: skip
 from reproduction.tables import balanced, course, race, seconds_of, shown
 

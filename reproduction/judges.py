@@ -1,8 +1,8 @@
-"""Verdicts on accuracies, losses and sizes: each judge reads a study's records, and answers None while cells are missing.
+"""Verdicts on accuracies, losses and sizes. A judge reads a study's records and answers None while cells are missing.
 
 A claim is judged by the longest runs of one length that both algorithms made with the same seeds, at the paper's noise.
 All records that a judge is given have the same momentum (`of_momentum`). A run that diverged is finished: it is
-comparable to none, and its accuracy counts as 0.
+comparable to none, and its accuracy counts as 0. A run whose loss ended above its first one is comparable to none.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import chain
 
 from reproduction import paper
 from reproduction.cells import Record
-from reproduction.tables import Setting, pairs_of, quality, signed
+from reproduction.tables import Setting, failed, pairs_of, quality, signed
 
 HOLDS, PARTLY, FAILS = "holds", "holds in part", "does not hold"
 SO_FAR = "holds where tested"
 SHORTER = "not tested at the paper's length"
 NOISY = paper.NOISE["cifar10"][1:]
-DIVERGED = "a run diverged"
+DIVERGED, UNLEARNED = "a run diverged", "a run diverged or ended above its first loss"
 Choose = Callable[[Sequence[Record]], list[Record]]
 """Which of a study's records a claim is about."""
 Pairs = list[Mapping[str, Record]]
@@ -191,7 +191,8 @@ def comparable(
         cell, gap = pairs[0]["sync"]["cell"], _gap(pairs)
         by_loss, letter = paper.family(cell["model"]) == "speech", paper.LETTERS[paper.noise_of(cell)[0]]
         within.append(gap is not None and (gap if by_loss else abs(gap)) <= allowed)
-        text = DIVERGED if gap is None else signed(gap, 3 if by_loss else 2)
+        failure = UNLEARNED if by_loss else DIVERGED
+        text = failure if gap is None else signed(gap, 3 if by_loss else 2)
         seeds = f" (mean of {len(pairs)} seeds)" if len(pairs) > 1 else ""
         parts.append(f"{text} at {letter} = {noise:g}{seeds}")
     files, missing = files_of(chain(*found.values())), " ".join(f"--noise {n:g}" for n in wanted if n not in found)
@@ -208,12 +209,14 @@ def recipe(records: Sequence[Record]) -> Finding | None:
     pairs: Pairs = [pair for epochs, pair in whole if epochs == most]
     gap, by = _gap(pairs), {a: _mean([pair[a] for pair in pairs]) for a in paper.ALGORITHMS}
     text = ", ".join(f"{name} {by[a]:.2f}" for a, name in paper.NAMES.items())
-    return Finding(text if gap is not None else DIVERGED, verdict_of([gap is not None and abs(gap) <= 3]), files_of(pairs))
+    return Finding(
+        text if gap is not None else DIVERGED, verdict_of([gap is not None and abs(gap) <= 3]), files_of(pairs)
+    )
 
 
 def _gap(pairs: Pairs) -> float | None:
-    """Asynchronous − SYNC, the mean over seeds; None where a run diverged."""
-    if any(record.get("diverged") for record in files_of(pairs)):
+    """Asynchronous − SYNC, the mean over seeds; None where a run failed."""
+    if any(failed(record) for record in files_of(pairs)):
         return None
     return _mean([pair["adpsgd"] for pair in pairs]) - _mean([pair["sync"] for pair in pairs])
 

@@ -11,7 +11,7 @@ from reproduction import paper
 from reproduction.cells import Record, finished
 from reproduction.claims import claims_table
 from reproduction.studies import STUDIES, Study
-from reproduction.tables import Table, summary_table
+from reproduction.tables import Table, failed, summary_table
 
 FEW = 20  # evaluations: each is then marked
 BEGIN, END = "<!-- reproduce {} -->", "<!-- end -->"
@@ -108,7 +108,7 @@ def _figure(study: Study, records: Sequence[Record], path: Path) -> Path:
         label = f"{paper.NAMES[cell['algorithm']]}, {what}{' (diverged)' if record.get('diverged') else ''}"
         style = "-" if cell["algorithm"] == "adpsgd" else "--"
         marker = "." if len(values) < FEW else ""
-        seen += [] if record.get("diverged") else values
+        seen += [] if failed(record) else values
         axes.plot(curve[study.x], values, style, label=label, color=colour, marker=marker, linewidth=1.3)
     if by_loss and seen:
         room = 0.05 * (max(seen) - min(seen)) or 1.0

@@ -16,9 +16,9 @@ from adp2sgd.data.cifar10 import NORMALIZE
 from adp2sgd.data.records import Records
 from adp2sgd.device import can_compile, precision_on
 from adp2sgd.engine.setup import make_learner, pick_device, prepare
+from adp2sgd.task import Task
 from reproduction import paper
 from reproduction.cells import Cell, Choice, device_name
-from adp2sgd.task import Task
 
 QUICK = ("shufflenet", "mobilenet", "resnet18")
 BATCHES = {"cuda": (200, 20), "cpu": (2, 1)}  # measured, and before them to warm up

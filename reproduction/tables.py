@@ -31,6 +31,12 @@ def quality(record: Record | None, key: str = "accuracy") -> float | None:
     return None if value is None else 100 * value
 
 
+def failed(record: Record) -> bool:
+    """It diverged, or its held-out loss ended above that of its first evaluation."""
+    losses: list[float] = record["curve"]["loss"] if paper.family(record["cell"]["model"]) == "speech" else []
+    return bool(record.get("diverged")) or (len(losses) > 1 and losses[-1] > losses[0])
+
+
 def _text(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 

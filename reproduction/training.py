@@ -23,9 +23,9 @@ from adp2sgd.engine.setup import Setup, pick_device, prepare
 from adp2sgd.engine.simulate import Status
 from adp2sgd.errors import DivergedError
 from adp2sgd.record import Folder, Point, Run, read_result
+from adp2sgd.task import Augment, Task, digits
 from reproduction import paper
 from reproduction.cells import Cell, Choice
-from adp2sgd.task import Augment, Task, digits
 
 JITTER = Speeds(kind="log-normal", spread=0.1)  # equal learners; without it they would step in a fixed order
 QUICK_MODELS = {"cifar10": "cnn", "speech": "lstm"}
