@@ -12,6 +12,7 @@ from typing import Any
 from adp2sgd import theory
 from adp2sgd.config import Config, Speeds
 from adp2sgd.engine import simulate
+from adp2sgd.errors import ConfigError
 from adp2sgd.privacy.accountant import epsilon
 from adp2sgd.privacy.calibrate import steps_for
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian, with_count
@@ -132,8 +133,11 @@ def remark() -> list[dict[str, Any]]:
 
 def traps() -> list[dict[str, Any]]:
     """Common ways to get a wrong ε, at the paper's scale."""
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-    from dp_accounting.rdp import RdpAccountant
+    try:
+        from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+        from dp_accounting.rdp import RdpAccountant
+    except ImportError:
+        raise ConfigError("the table of traps needs dp-accounting; run: pip install dp-accounting") from None
 
     library, log = RdpAccountant(), logging.getLogger("absl")
     library.compose(PoissonSampledDpEvent(RATE, GaussianDpEvent(1.0)), STEPS)

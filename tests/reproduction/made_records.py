@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from conftest import ROOT
 from reproduction import paper
+from reproduction.__main__ import app
 from reproduction.cells import Cell, Choice
 
 QUICK = Choice(quick=True, device="cpu")
@@ -22,6 +26,14 @@ def reproduction(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess
     return subprocess.run(
         command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+def chosen(words: list[str]) -> Choice:
+    """What the command line would make of these words."""
+    parsed = typer.main.get_command(app).make_context("reproduction", words).params
+    names = {"models": "model", "algorithms": "algorithm", "seeds": "seed"}
+    given = {each.name: parsed[names.get(each.name, each.name)] for each in fields(Choice)}
+    return Choice(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
 def times_called(scratch: Path, quiet: bool) -> dict[str, Any]:

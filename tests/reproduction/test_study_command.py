@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from adp2sgd.errors import ConfigError
-from made_records import ENVIRONMENT, QUICK, reproduction
-from reproduction import command
+from conftest import ROOT
+from made_records import ENVIRONMENT, QUICK, chosen, reproduction
+from reproduction import accounting, command, studies
 from reproduction.cells import Choice, finished
 from reproduction.studies import STUDIES
 
@@ -132,3 +133,25 @@ def test_an_unusable_folder_or_cell_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"other\.json cannot be read"):
             command.reproduce("table1", QUICK, out=tmp_path / "r")
     assert not (tmp_path / "r" / ".running").exists()
+
+
+@pytest.mark.parametrize(("module", "study"), [("matplotlib", "table1"), ("dp_accounting", "privacy")])
+def test_a_library_that_is_not_installed_is_named_with_what_installs_it(
+    module: str, study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`matplotlib` is an extra of the package; nothing is trained in vain."""
+    monkeypatch.setattr(command, "find_spec", {"matplotlib": None}.get)
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    monkeypatch.setattr(accounting, "TABLES", {"traps": accounting.TABLES["traps"]})
+    with pytest.raises(ConfigError, match=rf"{module.replace('_', '-')}.*; run: pip install"):
+        command.reproduce(study, Choice(device="cpu"), out=tmp_path / "r", quiet=True)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_commands_in_the_documents_exist() -> None:
+    found = 0
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "reproduction" / "README.md"]:
+        for words in re.findall(r"python -m reproduction ([a-z0-9]+[^`#\n]*)", page.read_text("utf-8")):
+            name, found = words.split()[0], found + 1
+            studies.check(name, chosen(words.split()))
+    assert found > 10

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from made_records import other, resnet_row, slow_record
+from made_records import chosen, other, resnet_row, slow_record
 from reproduction import cases, judges, paper, studies
-from reproduction.__main__ import app
-from reproduction.cells import Choice
 from reproduction.claims import CLAIMS, Claim, claims_table
 from reproduction.studies import STUDIES
 
@@ -96,14 +92,6 @@ def test_the_command_of_a_claim_runs_the_cells_that_it_is_judged_by(claim: Claim
     studies.check(claim.study, choice)
     momenta = {cell.identity.get("momentum", 0.0) for cell in STUDIES[claim.study].cells(choice)}
     assert momenta == {claim.momentum}
-
-
-def chosen(words: list[str]) -> Choice:
-    """What the command line would make of these words."""
-    parsed = typer.main.get_command(app).make_context("reproduction", words).params
-    names = {"models": "model", "algorithms": "algorithm", "seeds": "seed"}
-    given = {each.name: parsed[names.get(each.name, each.name)] for each in fields(Choice)}
-    return Choice(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
 def test_async_is_compared_with_sync_by_the_longest_runs() -> None:
