@@ -11,7 +11,7 @@ help: ## list the targets
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[report]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -34,7 +34,6 @@ LAYERS = {
     "engine": 8,
     "view": 9,
     "demo": 10,
-    "reproduce": 10,
     "cli_privacy": 10,
     "cli": 11,
     "__init__": 11,
@@ -64,6 +63,18 @@ def test_imports_point_one_way(path: Path) -> None:
     assert own in LAYERS, f"give {own} a layer"
     for other in imports(path) - {own}:
         assert LAYERS[other] < LAYERS[own], f"{own} must not import {other}"
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_the_package_never_imports_the_reproduction(path: Path) -> None:
+    """Neither by a statement nor by a name in a string: the package is installed without it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.partition(".")[0] == "reproduction" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").partition(".")[0] != "reproduction"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert not re.match(r"reproduction(\.[\w.]+)?(:\w+)?$", node.value)
 
 
 def test_the_algorithm_knows_no_clock_no_socket_and_no_process() -> None:
@@ -128,6 +139,7 @@ def test_the_readmes_targets_exist() -> None:
 
 
 def test_the_readmes_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "reproduction" / "README.md"]
+    for page in [*pages, *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"

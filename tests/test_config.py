@@ -149,6 +149,7 @@ def test_python_is_checked_like_a_file() -> None:
     for wrong, words in (
         ({"batch_size": 16.5}, r"batch_size = 16\.5 has the wrong type; it must be a whole number"),
         ({"seed": True}, "seed = True has the wrong type"),
+        ({"seed": -1}, "seed = -1"),
         ({"learners": "4"}, 'learners = "4" has the wrong type'),
         ({"optimizer": {"lr": "fast"}}, r'optimizer\.lr = "fast" has the wrong type'),
         ({"optimizer": {"rate": 1}}, r"optimizer\.rate = 1 is an unknown key"),

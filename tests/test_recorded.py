@@ -211,6 +211,14 @@ def test_a_filling_row_that_dropout_makes_infinite_spoils_nothing(monkeypatch: p
     torch.testing.assert_close(found.total, expected.total)
 
 
+def test_a_batch_of_another_size_is_never_replayed() -> None:
+    seen: list[int] = []
+    work = Recorded(lambda inputs, targets: seen.append(len(inputs)))
+    for size in (4, 4, 4, 4, 3, 4, 0):
+        work(torch.zeros(size, 2), torch.zeros(size))
+    assert seen == [4, 4, 4, 4, 3, 4, 0]
+
+
 @pytest.mark.gpu
 @NEEDS_GPU
 def test_recording_goes_on_after_too_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

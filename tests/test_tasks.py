@@ -228,7 +228,7 @@ def test_the_papers_recipes() -> None:
     assert (cifar.learners, cifar.batch_size, cifar.epochs, cifar.privacy.sigma) == (16, 256, 300, 2.0)
     assert [cifar.optimizer.rate(e) for e in (0, 159.9, 160, 239.9, 240, 300)] == [0.4, 0.4, 0.04, 0.04, 0.004, 0.004]
     assert cifar.optimizer.weight_decay == 5e-4
-    assert cifar.optimizer.momentum == speech.optimizer.momentum == 0
+    assert cifar.optimizer.momentum == speech.optimizer.momentum == 0.9
     assert cifar.topology.partner == speech.topology.partner == "sender-receiver"
     assert (speech.learners, speech.batch_size, speech.epochs, speech.privacy.sigma) == (16, 128, 20, 0.16)
     rates = [speech.optimizer.rate(e) for e in (0, 5, 10, 11, 20)]

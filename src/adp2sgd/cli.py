@@ -188,48 +188,6 @@ def explain(
         view.table("per-record gradients", ["layer", "parameters", "rule", "why"], shown)
 
 
-@app.command(epilog="Example: adp2sgd reproduce table1 --model resnet18 --epochs 80 --noise 1 --noise 4")
-def reproduce(
-    study: Annotated[str, typer.Argument(help="table1, sizes, case1, case2, case3, speech, theory or privacy")],
-    quick: Annotated[bool, typer.Option("--quick", help="A small form on handwritten digits, in minutes.")] = False,
-    model: Annotated[list[str], typer.Option(help="Only this model; may be repeated.")] = [],  # noqa: B006
-    epochs: Annotated[Optional[float], typer.Option(help="The schedule is stretched to them.")] = None,  # noqa: UP045
-    noise: Annotated[list[float], typer.Option(help="Only this σ; may be repeated.")] = [],  # noqa: B006
-    algorithm: Annotated[list[str], typer.Option(help="sync or adpsgd; may be repeated.")] = [],  # noqa: B006
-    seed: Annotated[list[int], typer.Option(help="May be repeated.")] = [0],  # noqa: B006
-    momentum: Annotated[float, typer.Option(help="The paper states none.")] = 0.0,
-    private: Annotated[bool, typer.Option("--private", help="Clip, sample, account: noise is a multiplier.")] = False,
-    processes: Annotated[bool, typer.Option("--processes", help="Real learner processes, padded steps.")] = False,
-    out: Annotated[Optional[Path], typer.Option(help="Results (default: experiments/results).")] = None,  # noqa: UP045
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    jobs: Annotated[int, typer.Option(help="Cells at once, in processes of their own.", min=1)] = 1,
-    write_docs: Annotated[bool, typer.Option("--write-docs", help="Fill docs/reproduction.md anew.")] = False,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Run a study of the paper again, cell by cell. Finished cells are never run twice; interrupted ones go on,
-    but for those with --processes, which begin anew."""
-    from adp2sgd import view
-
-    with view.waiting(quiet=quiet):
-        from adp2sgd.reproduce import command
-        from adp2sgd.reproduce.cells import Choice
-
-    choice = Choice(
-        quick=quick,
-        models=tuple(model),
-        noise=tuple(noise),
-        algorithms=tuple(algorithm),
-        seeds=tuple(seed),
-        epochs=epochs,
-        momentum=momentum,
-        private=private,
-        processes=processes,
-        device=device,
-    )
-    command.reproduce(study, choice, out=out, jobs=jobs, as_json=json, quiet=quiet, write_docs=write_docs)
-
-
 def _chosen(config: Path | None, settings: list[str], out: Path | None, resume: Path | None) -> tuple[Any, Path]:
     """The configuration of a new run or of the one that goes on, and its folder."""
     from adp2sgd.config import Config, load
@@ -253,8 +211,13 @@ def _run_folder(task: str, algorithm: str) -> Path:
 
 
 def main() -> None:
-    """Entry point: our own errors and wrong usage are one line on standard error."""
-    command = typer.main.get_command(app)
+    """Entry point of `adp2sgd`."""
+    run(app, "adp2sgd")
+
+
+def run(application: typer.Typer, program: str) -> None:
+    """Run a command line and exit: our own errors and wrong usage are one line on standard error."""
+    command = typer.main.get_command(application)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal without ε is no reason to fail
@@ -263,23 +226,23 @@ def main() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
         if code == INTERRUPTED:  # by typer, which says nothing
-            _fail("interrupted", INTERRUPTED)
+            _fail(program, "interrupted", INTERRUPTED)
         sys.exit(code)
     except Adp2sgdError as error:
-        _fail(str(error), error.exit_code)
+        _fail(program, str(error), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
-        _fail("interrupted", INTERRUPTED)
+        _fail(program, "interrupted", INTERRUPTED)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EPIPE) or _can_print():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to print goes nowhere
-        _fail(f"cannot write to standard output ({error.strerror})", 1)
+        _fail(program, f"cannot write to standard output ({error.strerror})", 1)
     except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())  # type: ignore[attr-defined]
             sys.exit(2)
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # wrong usage, found by typer
-            _fail(f"{error.format_message()} (see --help)", 2)
+            _fail(program, f"{error.format_message()} (see --help)", 2)
         raise
 
 
@@ -291,6 +254,6 @@ def _can_print() -> bool:
     return True
 
 
-def _fail(message: str, code: Any) -> None:
-    print(f"adp2sgd: error: {message}", file=sys.stderr)
+def _fail(program: str, message: str, code: Any) -> None:
+    print(f"{program}: error: {message}", file=sys.stderr)
     sys.exit(code)
