@@ -86,14 +86,16 @@ def reason(error: BaseException, *, private: bool) -> str:
 
 
 def kind(error: BaseException) -> str:
-    """The error's type and the innermost line of the user's code on its way, such as "ValueError at own.py, line 7".
+    """The error's type, and the innermost line of the user's code that it passed: "ValueError at own.py, line 7". Where
+    it passed none, the innermost line of ours.
 
     Guarantee: holds no part of the error's text.
     """
-    known = {"adp2sgd", "torch", "numpy", *sys.stdlib_module_names}
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame, module in zip(frames, _modules(error), strict=True) if module not in known]
-    place = (users or list(frames))[-1:]
+    libraries = {"torch", "numpy", *sys.stdlib_module_names}
+    passed = list(zip(traceback.extract_tb(error.__traceback__), _modules(error), strict=True))
+    ours = [frame for frame, module in passed if module == "adp2sgd"]
+    users = [frame for frame, module in passed if module not in {"adp2sgd", *libraries}]
+    place = (users or ours)[-1:]
     return type(error).__name__ + "".join(f" at {Path(frame.filename).name}, line {frame.lineno}" for frame in place)
 
 

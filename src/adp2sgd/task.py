@@ -74,7 +74,7 @@ class Task:
         """Which of its functions an error came through: "prepare", "augment", "loss" or "model"; else `otherwise`."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         for name in ("prepare", "augment", "loss"):
-            if _is_called(getattr(self, name), frames):
+            if getattr(self, name) is not None and _is_called(getattr(self, name), frames):
                 return name
         return "model" if any(frame.f_code is nn.Module._call_impl.__code__ for frame in frames) else otherwise
 
