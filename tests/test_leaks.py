@@ -197,6 +197,11 @@ def test_an_error_that_nobody_expected_is_withheld(monkeypatch: pytest.MonkeyPat
         engine.simulate(config("none", privacy=Privacy()))
 
 
+def test_out_of_memory_is_told_with_the_fix() -> None:
+    with pytest.raises(RunError, match=r"the run failed \(OutOfMemoryError at .*; lower batch_size$"):
+        engine.simulate(config("memory"))
+
+
 @pytest.mark.processes
 def test_a_learners_process_prints_no_text_of_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Out of memory is no error of ours: the process ends with a traceback."""

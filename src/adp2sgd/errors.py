@@ -9,9 +9,9 @@ Adp2sgdError
     ├── DivergedError a learner's model is no longer finite
     └── InterruptedRunError   the user asked it to stop; it can be resumed
 
-The rule for private mode: an error or warning of any other origin may quote a record, so its text is withheld. Its type
-and the line of code that raised it are told. The texts of this package never quote a record, in any mode. `reason`
-applies the rule to an error at hand; `withholding` applies it to whatever Python would print by itself.
+The rule of private mode: the texts of this package quote no record; any other error or warning may, so its text is
+withheld, and its type and the line of code that raised it are told instead. `reason` applies the rule to an error at
+hand, `withholding` to whatever Python prints by itself, `telling_no_values` to a whole run.
 """
 
 from __future__ import annotations
@@ -159,4 +159,5 @@ def telling_no_values(private: bool) -> Iterator[None]:
     except Exception as error:
         if not private or isinstance(error, Adp2sgdError):
             raise
-        raise RunError(f"the run failed ({kind(error)}); {WITHHELD}") from None
+        fix = "lower batch_size" if "OutOfMemory" in type(error).__name__ else WITHHELD
+        raise RunError(f"the run failed ({kind(error)}); {fix}") from None

@@ -294,7 +294,7 @@ def _own(name: str) -> Callable[..., Task]:
         found = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], [*sys.path, here])
         raise ConfigError(
             f'task = "{name}" is named by a file and would import {found.origin if found else module}; if you trust '
-            f'that code, name it yourself: --trust {name}, or in Python config.replace(task="{name}")'
+            f'that code, name it yourself: --trust {name}, or task="{name}" in Python (Config.replace, load_model)'
         )
     if here not in sys.path:
         sys.path.append(here)
