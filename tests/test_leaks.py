@@ -260,6 +260,12 @@ def test_an_error_of_ours_is_told_where_our_code_raised_it() -> None:
     assert errors.reason(KeyError(), private=False) == "KeyError"
 
 
+def test_what_the_system_says_is_told() -> None:
+    """A full disk is mended by who knows of it; a number or a text that code put there is not told."""
+    assert errors.reason(OSError(28, "98765"), private=True) == "OSError: No space left on device"
+    assert errors.reason(OSError(98765, "98765"), private=True) == "OSError"
+
+
 def test_explain_looks_at_no_record() -> None:
     for fault in ("prepare", "model", "loss"):
         assert {row.layer for row in explain_gradients(config(fault))} == {"weight", "bias"}

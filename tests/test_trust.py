@@ -171,6 +171,8 @@ def test_a_learner_refuses_a_configuration_that_was_changed_meanwhile(tmp_path: 
     folder = Folder.create(tmp_path / "run", settings)
     checked = life._checked(folder, fingerprint(settings))
     assert (checked, type(checked.task)) == (settings, str)
+    same = settings.replace(options={"b": 2.0, "a": {"c": [1]}})
+    assert fingerprint(same) == fingerprint(loads(settings.replace(options={"a": {"c": (1,)}, "b": 2}).to_toml()))
     text = (tmp_path / "run/config.toml").read_text()
     for old, new in (("own_code:blobs", "os:system"), ("batch_size = 20", "batch_size = 21")):
         (tmp_path / "run/config.toml").write_text(text.replace(old, new))

@@ -413,8 +413,9 @@ def naming(config: Config, task: str | None) -> Config:
 
 def fingerprint(config: Config) -> str:
     """Equal for equal configurations: for a process that reads a file which another one has checked."""
-    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    text = json.dumps(config.to_dict(), default=str)
+    same = json.loads(text, parse_float=lambda word: int(float(word)) if float(word).is_integer() else float(word))
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
 
 def from_dict(raw: Mapping[str, Any]) -> Config:

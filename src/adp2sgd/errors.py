@@ -16,6 +16,8 @@ hand, `withholding` to whatever Python prints by itself, `telling_no_values` to 
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import threading
 import traceback
@@ -95,8 +97,11 @@ def kind(error: BaseException) -> str:
     passed = list(zip(traceback.extract_tb(error.__traceback__), _modules(error), strict=True))
     ours = [frame for frame, module in passed if module == "adp2sgd"]
     users = [frame for frame, module in passed if module not in {"adp2sgd", *libraries}]
-    place = (users or ours)[-1:]
-    return type(error).__name__ + "".join(f" at {Path(frame.filename).name}, line {frame.lineno}" for frame in place)
+    parts = [type(error).__name__]
+    parts += [f" at {Path(frame.filename).name}, line {frame.lineno}" for frame in (users or ours)[-1:]]
+    if isinstance(error, OSError) and error.errno is not None and error.errno in errno.errorcode:
+        parts.append(f": {os.strerror(error.errno)}")  # the system's words, such as "No space left on device"
+    return "".join(parts)
 
 
 def _modules(error: BaseException) -> list[str]:
