@@ -1,6 +1,8 @@
-"""Your own model and data: a function that returns a Task. From this folder:
+"""Your own model and data: a function that is declared to return a Task. From this folder:
 
 adp2sgd simulate --set task=own_task:disc --set options.radius=1.0 --set optimizer.lr=0.5
+
+Where a file names the task, add --trust own_task:disc.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def consensus(name: str, learners: int, steps: int) -> dict[str, Any]:
     settings = _settings(name, learners, steps, lr, sigma, Speeds(kind="log-normal", spread=0.5))
     run, setup = simulate(settings), prepare(settings)
     steady = [point.consensus for point in run.curve if point.global_steps > steps / 2]
-    gradients = [2 * (point.loss - _least_loss(setup)) for point in run.curve]
+    gradients = [2 * (point.loss - _least_loss(setup)) for point in run.curve if point.loss is not None]
     problem = _problem(setup, max(each.staleness_max for each in run.learners))
     lemma = theory.consensus_lemma(problem, lr=lr / 8, mean_gradient=float(np.mean(gradients)), sigma=sigma)
     return {
@@ -167,7 +167,7 @@ def rate(times: int) -> dict[str, Any]:
     answer = theory.proposition_1(problem, steps=steps, sigma=sigma)
     settings = _settings("complete", learners, steps, answer.lr * problem.batch_size, sigma, speeds)
     run = simulate(settings)
-    gradients = [2 * (point.loss - _least_loss(setup)) for point in run.curve]
+    gradients = [2 * (point.loss - _least_loss(setup)) for point in run.curve if point.loss is not None]
     return {
         "learners": learners,
         "global_steps": run.global_steps,

@@ -320,7 +320,7 @@ def test_sync_goes_on_from_the_newest_model_alone(tmp_path: Path) -> None:
 
 def command(folder: Path, settings: Config, **options: Any) -> subprocess.Popen[str]:
     (folder / "run.toml").write_text(settings.to_toml())
-    line = [sys.executable, "-m", "adp2sgd", "train", "run.toml", "--out", "run"]
+    line = [sys.executable, "-m", "adp2sgd", "train", "run.toml", "--out", "run", "--trust", settings.task]
     path = os.pathsep.join([str(ROOT / "src"), str(Path(__file__).parent)])
     return subprocess.Popen(
         line,
@@ -382,7 +382,8 @@ def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws) -> None:
         before = curve(tmp_path / "run")
         with points.open("a") as file:
             file.write('{"global_steps": 7')  # cut short
-        run = train(Folder.open(tmp_path / "run").settings, tmp_path / "run", resume=True)
+        settings = Folder.open(tmp_path / "run").settings.replace(task="faults:counted_blobs")
+        run = train(settings, tmp_path / "run", resume=True)
         assert run.global_steps >= 240
         assert run.curve[: len(before)] == tuple(before)
         assert_grows(run.curve)
@@ -390,9 +391,9 @@ def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws) -> None:
 
 FORKS = """
 import os, signal
-from faults import counted_blobs
+from faults import Task, counted_blobs
 
-def forks(**options):
+def forks(**options) -> Task:
     if os.fork() == 0:
         with open(options.pop("path"), "a") as file:
             file.write("ends\\n" if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else "stays\\n")

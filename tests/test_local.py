@@ -466,7 +466,7 @@ def test_the_keeper_writes_the_snapshot_and_survives_a_look_that_fails(
     monkeypatch.setattr("adp2sgd.engine.keeper.evaluate", fail)
     (tmp_path / "run").mkdir()
     folder = Folder(tmp_path / "run")
-    setup = SimpleNamespace(task=learner._task, device="cpu", seed=0)
+    setup = SimpleNamespace(task=learner._task, device="cpu", seed=0, private=False)
     counts = {(0, 0): Count(7)}
     keeper = Keeper(setup, learner, folder, {"start": 0}, snapshot=whole.clone, counts=lambda: counts)  # type: ignore[arg-type]
     keeper.start()
@@ -474,7 +474,7 @@ def test_the_keeper_writes_the_snapshot_and_survives_a_look_that_fails(
     deadline = time.monotonic() + 10
     while keeper.trouble is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert keeper.trouble == "its own looks at held-out records fail (OutOfMemoryError)"
+    assert keeper.trouble == "its own looks at held-out records fail (out of memory)"
     keeper.log([{"step": 1}])
     keeper.checkpoint()
     while not (tmp_path / "run/learner-0/checkpoint.safetensors").exists() and time.monotonic() < deadline:

@@ -442,18 +442,18 @@ from adp2sgd.task import cross_entropy
 stream = torch.Generator().manual_seed(0)
 DATA = adp2sgd.Records(torch.randn(800, 6, generator=stream), torch.randint(2, (800,), generator=stream))
 
-def batchnorm():
+def batchnorm() -> adp2sgd.Task:
     return adp2sgd.Task(model=lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)), train=DATA, test=DATA)
 
-def coupled_loss():
+def coupled_loss() -> adp2sgd.Task:
     loss = lambda outputs, targets: cross_entropy(outputs - outputs.mean(0), targets)
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, loss=loss)
 
-def standardized_batches():
+def standardized_batches() -> adp2sgd.Task:
     prepare = lambda x: x - x.mean(0)
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, prepare=prepare)
 
-def no_empty_batches():
+def no_empty_batches() -> adp2sgd.Task:
     prepare = lambda x: x - 0 * x[0, 0]
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, prepare=prepare)
 
@@ -469,7 +469,7 @@ class Dropping(nn.Module):
                 print(os.getpid(), torch.initial_seed(), file=file)
         return self.head(self.drop(x))
 
-def dropout():
+def dropout() -> adp2sgd.Task:
     return adp2sgd.Task(model=Dropping, train=DATA, test=DATA)
 
 class TimeFirst(nn.Module):
@@ -481,15 +481,15 @@ class TimeFirst(nn.Module):
         frames = x.view(len(x), 3, 2).transpose(0, 1).reshape(3 * len(x), 2)
         return self.head(torch.relu(self.inner(frames)).view(3, len(x), 16).mean(0))
 
-def time_first():
+def time_first() -> adp2sgd.Task:
     return adp2sgd.Task(model=TimeFirst, train=DATA, test=DATA)
 
-def wrong_label():
+def wrong_label() -> adp2sgd.Task:
     labels = DATA.targets.clone()
     labels[::9] = 77
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=adp2sgd.Records(DATA.inputs, labels), test=DATA)
 
-def refuses():
+def refuses() -> adp2sgd.Task:
     from adp2sgd.errors import DataError
     def prepare(x):
         if len(x) and x.max() > 1e4:
@@ -507,17 +507,17 @@ class InParts(nn.Module):
     def forward(self, x):
         return torch.cat([self.layer(part) for part in x.split(16)])
 
-def in_parts():
+def in_parts() -> adp2sgd.Task:
     return adp2sgd.Task(model=InParts, train=DATA, test=DATA)
 
-def half():
+def half() -> adp2sgd.Task:
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2).bfloat16(), train=DATA, test=DATA, prepare=torch.Tensor.bfloat16)
 
-def mixup():
+def mixup() -> adp2sgd.Task:
     augment = lambda x, generator: x + 0.1 * x[torch.randperm(len(x), generator=generator)]
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, augment=augment)
 
-def fitted():
+def fitted() -> adp2sgd.Task:
     return adp2sgd.Task(model=lambda: nn.Linear(6, 2), train=DATA, test=DATA, fitted="standardization of x")
 """
 
@@ -615,7 +615,8 @@ def test_errors_of_our_own_kind_are_withheld_too(tmp_path: Path, monkeypatch: py
     """A task's own code may raise them, with values of records."""
     own_tasks(tmp_path, monkeypatch)
     settings = PRIVATE.replace(task="adp2sgd_test_tasks:refuses", options={})
-    with pytest.raises(RunError, match=r"\(DataError\); .* withheld") as caught:
+    words = r"step failed in the task's prepare \(DataError at adp2sgd_test_tasks\.py, line \d+\); .* withheld"
+    with pytest.raises(RunError, match=words) as caught:
         simulate(settings)
     assert "98765" not in str(caught.value)
     with pytest.raises(DataError, match="98765"):

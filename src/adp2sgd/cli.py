@@ -34,6 +34,12 @@ Settings = Annotated[
 ConfigFile = Annotated[Optional[Path], typer.Argument(help="A TOML file; without it, the defaults.")]  # noqa: UP045
 RunFolder = Annotated[Optional[Path], typer.Option(help="The run's folder (default: runs/TASK-ALGORITHM-TIME).")]  # noqa: UP045
 Resume = Annotated[Optional[Path], typer.Option(help="Go on with an interrupted run in this folder.")]  # noqa: UP045
+Trust = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        metavar="MODULE:FUNCTION", help="Import this function, which the configuration's file names as its task."
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 
 
@@ -65,6 +71,7 @@ def simulate(
     settings: Settings = [],  # noqa: B006
     out: RunFolder = None,
     resume: Resume = None,
+    trust: Trust = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -74,7 +81,7 @@ def simulate(
     with view.waiting(quiet=quiet):
         from adp2sgd import engine
 
-    chosen, folder = _chosen(config, settings, out, resume)
+    chosen, folder = _chosen(config, settings, out, resume, trust)
     with view.progress(chosen, quiet=quiet) as on_status:
         run = engine.simulate(chosen, folder, resume=resume is not None, on_status=on_status)
     view.print_json(run.to_dict()) if json else view.print_run(run)
@@ -86,6 +93,7 @@ def train(
     settings: Settings = [],  # noqa: B006
     out: RunFolder = None,
     resume: Resume = None,
+    trust: Trust = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -96,7 +104,7 @@ def train(
         from adp2sgd import engine
         from adp2sgd.engine.liveview import watching
 
-    chosen, folder = _chosen(config, settings, out, resume)
+    chosen, folder = _chosen(config, settings, out, resume, trust)
     with watching(quiet) as on_status:
         run = engine.train(chosen, folder, resume=resume is not None, on_status=on_status)
     view.print_json(run.to_dict()) if json else view.print_run(run)
@@ -168,15 +176,16 @@ def demo(json: Json = False) -> None:
 def explain(
     config: ConfigFile = None,
     settings: Settings = [],  # noqa: B006
+    trust: Trust = None,
     json: Json = False,
 ) -> None:
     """How the per-record gradients of each layer would be taken in private mode, and why."""
     from dataclasses import asdict
 
     from adp2sgd import view
-    from adp2sgd.config import Config, load
+    from adp2sgd.config import Config, load, naming
 
-    chosen = (Config() if config is None else load(config)).with_settings(settings)
+    chosen = naming((Config() if config is None else load(config)).with_settings(settings), trust)
     with view.waiting(f"building {chosen.task}"):
         from adp2sgd.engine.setup import explain_gradients
 
@@ -188,19 +197,21 @@ def explain(
         view.table("per-record gradients", ["layer", "parameters", "rule", "why"], shown)
 
 
-def _chosen(config: Path | None, settings: list[str], out: Path | None, resume: Path | None) -> tuple[Any, Path]:
+def _chosen(
+    config: Path | None, settings: list[str], out: Path | None, resume: Path | None, trust: str | None
+) -> tuple[Any, Path]:
     """The configuration of a new run or of the one that goes on, and its folder."""
-    from adp2sgd.config import Config, load
+    from adp2sgd.config import Config, load, naming
     from adp2sgd.record import Folder
 
     if out is not None and not str(out).strip(". "):
         raise ConfigError(f"--out {str(out)!r} is no folder for a run; give a name such as runs/first")
     if resume is None:
-        chosen = (Config() if config is None else load(config)).with_settings(settings)
+        chosen = naming((Config() if config is None else load(config)).with_settings(settings), trust)
         return chosen, out or _run_folder(chosen.task, chosen.algorithm)
     if config is not None or settings or out is not None:
         raise ConfigError("--resume goes on with the run's own configuration; remove the other arguments")
-    return Folder.open(resume).settings, resume
+    return naming(Folder.open(resume).settings, trust), resume
 
 
 def _run_folder(task: str, algorithm: str) -> Path:

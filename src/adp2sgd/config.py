@@ -7,6 +7,8 @@ default.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import numbers
 import os
@@ -48,7 +50,25 @@ def _one_of(key: str, value: str, known: Iterable[str]) -> None:
 
 
 def _show(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    """A setting in a message; of an object that no TOML file could hold (it may contain records) only the type."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value) if _is_plain(value) else f"(a {type(value).__name__})"
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | numbers.Number | os.PathLike)
+
+
+class FromFile(str):
+    """A task's name that a file gives. `task.resolve` imports no code for it: the caller must name that code, by a
+    string of his own. Copies of a configuration keep the type, because they keep the value."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +380,8 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def load(path: str | Path) -> Config:
-    """The configuration in a TOML file."""
+    """The configuration in a TOML file. Where it names a task of one's own, `Config.replace(task=…)` must name it too
+    before anything is imported."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -376,7 +397,25 @@ def loads(text: str, name: str = "configuration") -> Config:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
+    if isinstance(raw.get("task"), str):
+        raw["task"] = FromFile(raw["task"])
     return from_dict(raw)
+
+
+def naming(config: Config, task: str | None) -> Config:
+    """The configuration whose task the caller names as well: code that a file alone names is never imported."""
+    if task is None:
+        return config
+    if task != config.task:
+        raise ConfigError(f'the configuration has task = "{config.task}", not "{task}"; name the one that you trust')
+    return config.replace(task=task)
+
+
+def fingerprint(config: Config) -> str:
+    """Equal for equal configurations: for a process that reads a file which another one has checked."""
+    text = json.dumps(config.to_dict(), default=str)
+    same = json.loads(text, parse_float=lambda word: int(float(word)) if float(word).is_integer() else float(word))
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
 
 
 def from_dict(raw: Mapping[str, Any]) -> Config:

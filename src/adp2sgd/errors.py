@@ -1,4 +1,4 @@
-"""The exceptions that users meet. Each message is one line that names the value and the fix.
+"""The exceptions that users meet, and what is told of others. A message is one line that names the value and the fix.
 
 Adp2sgdError
 ├── ConfigError       a setting is unknown, of the wrong type or impossible
@@ -8,9 +8,29 @@ Adp2sgdError
 └── RunError          a run that had begun cannot go on; what was recorded is kept
     ├── DivergedError a learner's model is no longer finite
     └── InterruptedRunError   the user asked it to stop; it can be resumed
+
+The rule of private mode: the texts of this package quote no record; any other error or warning may, so its text is
+withheld, and its type and the line of code that raised it are told instead. `reason` applies the rule to an error at
+hand, `withholding` to whatever Python prints by itself, `telling_no_values` to a whole run.
 """
 
 from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+WITHHELD = (
+    'its text may hold values of records and is withheld; to see it, run the task with privacy.mode = "none" where the '
+    "data lie"
+)
 
 
 class Adp2sgdError(Exception):
@@ -49,3 +69,100 @@ class InterruptedRunError(RunError):
     """The user asked the run to stop. It ended cleanly and can be resumed."""
 
     exit_code = 130
+
+
+class Adp2sgdWarning(UserWarning):
+    """A warning of this package. Its text holds no value of a record, so private mode shows it."""
+
+
+def tellable(error: BaseException) -> bool:
+    """Whether the text of the error is known to quote no record: one of ours, raised by our own code."""
+    return isinstance(error, Adp2sgdError) and _modules(error)[-1:] == ["adp2sgd"]
+
+
+def reason(error: BaseException, *, private: bool) -> str:
+    """Why something failed, in one line: the error's text, or in private mode what `kind` says of it."""
+    if private and not tellable(error):
+        return kind(error)
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def kind(error: BaseException) -> str:
+    """The error's type, and the innermost line of the user's code that it passed: "ValueError at own.py, line 7". Where
+    it passed none, the innermost line of ours.
+
+    Guarantee: holds no part of the error's text.
+    """
+    libraries = {"torch", "numpy", *sys.stdlib_module_names}
+    passed = list(zip(traceback.extract_tb(error.__traceback__), _modules(error), strict=True))
+    ours = [frame for frame, module in passed if module == "adp2sgd"]
+    users = [frame for frame, module in passed if module not in {"adp2sgd", *libraries}]
+    parts = [type(error).__name__]
+    parts += [f" at {Path(frame.filename).name}, line {frame.lineno}" for frame in (users or ours)[-1:]]
+    if isinstance(error, OSError) and error.errno is not None and error.errno in errno.errorcode:
+        parts.append(f": {os.strerror(error.errno)}")  # the system's words, such as "No space left on device"
+    return "".join(parts)
+
+
+def _modules(error: BaseException) -> list[str]:
+    """The top-level module of each frame that the error passed, the innermost last."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
+
+
+def print_trace(error: BaseException, *, private: bool) -> None:
+    """Print the traceback on standard error; in private mode without the texts of the error and its causes."""
+    if not private:
+        traceback.print_exception(error)
+        return
+    print("Traceback (most recent call last):", file=sys.stderr)
+    traceback.print_tb(error.__traceback__)
+    print(f"{kind(error)}: {WITHHELD}", file=sys.stderr)
+
+
+@contextmanager
+def withholding(private: bool) -> Iterator[None]:
+    """In private mode: what Python prints by itself meanwhile (warnings, errors of threads and of destructors) holds no
+    text that could quote a record."""
+    if not private:
+        yield
+        return
+    hooks: list[tuple[Any, str, Any]] = [
+        (warnings, "showwarning", _shown_by(warnings.showwarning)),
+        (threading, "excepthook", lambda told: print_trace(told.exc_value or told.exc_type(), private=True)),
+        (sys, "unraisablehook", lambda told: print_trace(told.exc_value or told.exc_type(), private=True)),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in hooks]
+    for owner, name, hook in hooks:
+        setattr(owner, name, hook)
+    try:
+        yield
+    finally:
+        for (owner, name, _), hook in zip(hooks, before, strict=True):
+            setattr(owner, name, hook)
+
+
+def _shown_by(show: Any) -> Any:
+    """As `show`, with the text of a warning withheld that is not ours."""
+
+    def shown(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        ours = issubclass(category, Adp2sgdWarning)
+        show(message if ours else UserWarning(WITHHELD), category, filename, lineno, file, line)
+
+    return shown
+
+
+@contextmanager
+def telling_no_values(private: bool) -> Iterator[None]:
+    """Around a whole run: `withholding`, and an error that nothing else caught becomes a RunError without its text."""
+    try:
+        with withholding(private):
+            yield
+    except Exception as error:
+        if not private or isinstance(error, Adp2sgdError):
+            raise
+        fix = "lower batch_size" if "OutOfMemory" in type(error).__name__ else WITHHELD
+        raise RunError(f"the run failed ({kind(error)}); {fix}") from None

@@ -25,7 +25,7 @@ from adp2sgd.data.batches import Batches
 from adp2sgd.data.feed import feed
 from adp2sgd.data.records import Records
 from adp2sgd.device import SETTLED, draws
-from adp2sgd.errors import RunError
+from adp2sgd.errors import WITHHELD, RunError, kind
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import Gradient, GradientStep, PrivateStep
 from adp2sgd.privacy.budget import Budget
@@ -141,14 +141,16 @@ class Learner:
             inputs, targets = self._batch()
             noise = self._streams("noise", self.steps)
             return self._gradient_step(self._model, inputs, targets, self._batches.expected, noise)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # ours too: a task's own code may raise them
+        except torch.OutOfMemoryError as error:
             if self.budget is None:
                 raise
+            raise type(error)("out of memory in a private step; lower batch_size") from None
+        except Exception as error:  # ours too: a task's own code may raise them, and those of ours may count the batch
+            if self.budget is None:
+                raise
+            part = self._task.part(error, "gradient")
             raise RunError(
-                f"learner {self.number}'s step failed ({type(error).__name__}); the message may hold values of records "
-                'and is withheld: try the task with privacy.mode = "none" where the data lie'
+                f"learner {self.number}'s step failed in the task's {part} ({kind(error)}); {WITHHELD}"
             ) from None
 
     def rehearse(self) -> None:

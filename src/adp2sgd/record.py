@@ -25,7 +25,7 @@ from torch import Tensor
 
 from adp2sgd import config
 from adp2sgd.errors import ConfigError, RunError
-from adp2sgd.files import replacing
+from adp2sgd.files import replacing, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Point:
     global_steps: int
     epoch: float
     seconds: float
-    loss: float
+    loss: float | None  # None where it could not be computed, or is not finite
     accuracy: float | None
     consensus: float
     learners: int | None = None  # whose models θ averages, where not all answered in time
@@ -54,7 +54,7 @@ class LearnerResult:
     busy: int
     unconfirmed: int
     bytes_sent: int
-    loss: float | None  # None for a learner that was lost before it left a model
+    loss: float | None  # None as above, and for a learner that was lost before it left a model
     accuracy: float | None
     expired: int = 0  # real engines: asked, and the partner was gone
     halves: int = 0  # real engines: exchanges that changed one side only, as far as is known
@@ -74,7 +74,7 @@ class Run:
     task: str
     algorithm: str
     accuracy: float | None  # of the average model θ, on held-out records
-    loss: float
+    loss: float | None  # None where the held-out records could not be evaluated; a note says why
     seconds: float
     clock: str  # virtual or real
     global_steps: int
@@ -175,7 +175,7 @@ class Folder:
 
     def log(self, learner: int, event: Mapping[str, Any]) -> None:
         """Append an event to the learner's file; written with the next `flush`."""
-        self._pending.setdefault(learner, []).append(json.dumps(event))
+        self._pending.setdefault(learner, []).append(to_json(event))
 
     def flush(self) -> None:
         for learner, lines in self._pending.items():
@@ -221,7 +221,7 @@ class Folder:
 
     def write_result(self, run: Run) -> None:
         with self.replacing("result.json") as part:
-            part.write_text(json.dumps(run.to_dict(), indent=1) + "\n", encoding="utf-8")
+            part.write_text(to_json(run.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     @contextmanager
     def telling_of_full_disks(self) -> Iterator[None]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import inspect
 import sys
+import traceback
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,12 +19,12 @@ import torch
 from torch import Generator, Tensor, nn
 
 from adp2sgd import models
-from adp2sgd.config import typed
+from adp2sgd.config import FromFile, typed
 from adp2sgd.data import cifar10, heart, idx, images, kaldi, synthetic, table
 from adp2sgd.data.augment import crop_and_flip
 from adp2sgd.data.folder import Source
 from adp2sgd.data.records import Records
-from adp2sgd.errors import Adp2sgdError, ConfigError
+from adp2sgd.errors import WITHHELD, Adp2sgdError, ConfigError, reason, tellable
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) → one loss per record."""
@@ -62,6 +65,26 @@ class Task:
             raise ConfigError("Task.model must be a function that makes the model; write model=lambda: …")
         if self.metric not in METRICS:
             raise ConfigError(f'Task.metric = "{self.metric}" is unknown; use one of: {", ".join(METRICS)}')
+
+    def __repr__(self) -> str:
+        """Without anything that may hold records, such as the arguments of a partial function."""
+        return f"Task(train={self.train}, test={self.test}, metric={self.metric!r})"
+
+    def part(self, error: BaseException, otherwise: str) -> str:
+        """Which of its functions an error came through: "prepare", "augment", "loss" or "model"; else `otherwise`."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        for name in ("prepare", "augment", "loss"):
+            if getattr(self, name) is not None and _is_called(getattr(self, name), frames):
+                return name
+        return "model" if any(frame.f_code is nn.Module._call_impl.__code__ for frame in frames) else otherwise
+
+
+def _is_called(function: Any, frames: Iterable[types.FrameType]) -> bool:
+    """Whether the function, or callable object, is in the stack."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return any(frame.f_code is code if code else frame.f_locals.get("self") is function for frame in frames)
 
 
 def digits(*, model: str = "mlp", **model_options: Any) -> Task:
@@ -219,12 +242,23 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 
 
-def resolve(name: str, options: Mapping[str, Any]) -> Task:
-    """The task `family`, `family/model` or "package.module:function", called with the options."""
-    function, given = _own(name) if ":" in name else _built_in(name)
-    arguments = {**given, **options}
-    _check_options(name, function, arguments)
-    task = function(**arguments) if ":" in name else _made(name, function, arguments)
+def resolve(name: str, options: Mapping[str, Any], *, private: bool = False) -> Task:
+    """The task `family`, `family/model` or "package.module:function", called with the options.
+
+    Guarantee: no code is imported for a name that a file gives, and no function is called that is not declared to
+    return a Task. `private`: what fails is told without values of records.
+    """
+    own = ":" in name
+    try:
+        function, given = (_own(name), {}) if own else _built_in(name)
+        arguments = {**given, **options}
+        _check_options(name, function, arguments)
+        task = function(**arguments if own else _converted(function, arguments))
+    except Exception as error:
+        refusal = _refusal(name, error, own=own, private=private)
+        if refusal is None:
+            raise
+        raise refusal from None
     if not isinstance(task, Task):
         raise ConfigError(f'task = "{name}" gave a {type(task).__name__}; the function must return adp2sgd.Task')
     if not len(task.train) or not len(task.test):
@@ -232,15 +266,14 @@ def resolve(name: str, options: Mapping[str, Any]) -> Task:
     return task
 
 
-def _made(name: str, function: Callable[..., Task], arguments: Mapping[str, Any]) -> Task:
-    """A task of ours; what its options make impossible is said in one line."""
-    try:
-        return function(**_converted(function, arguments))
-    except Adp2sgdError:
-        raise
-    except (ValueError, TypeError, RuntimeError) as error:
-        reason = str(error).split("\n")[0]
-        raise ConfigError(f'task = "{name}" cannot be made with its options ({reason}); correct [options]') from None
+def _refusal(name: str, error: Exception, *, own: bool, private: bool) -> ConfigError | None:
+    """What is told instead of an error while a task is made; None where the error itself may be seen."""
+    why = reason(error, private=private)
+    if own and private and not tellable(error):
+        return ConfigError(f'task = "{name}" cannot be made ({why}); {WITHHELD}')
+    if own or not isinstance(error, ValueError | TypeError | RuntimeError) or isinstance(error, Adp2sgdError):
+        return None
+    return ConfigError(f'task = "{name}" cannot be made with its options ({why}); correct [options]')
 
 
 def _built_in(name: str) -> tuple[Callable[..., Task], dict[str, Any]]:
@@ -250,22 +283,40 @@ def _built_in(name: str) -> tuple[Callable[..., Task], dict[str, Any]]:
     return TASKS[family], {"model": model} if slash else {}
 
 
-def _own(name: str) -> tuple[Callable[..., Task], dict[str, Any]]:
+def _own(name: str) -> Callable[..., Task]:
+    """The function that the caller names; it must be declared to return a Task. A module is also looked for in the
+    working directory, last: no file there takes the place of an installed module."""
     module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise ConfigError(f'task = "{name}" names no function; write "package.module:function"')
     here = str(Path.cwd())
+    if isinstance(name, FromFile):
+        found = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], [*sys.path, here])
+        raise ConfigError(
+            f'task = "{name}" is named by a file and would import {found.origin if found else module}; if you trust '
+            f'that code, name it yourself: --trust {name}, or task="{name}" in Python (Config.replace, load_model)'
+        )
     if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does: the user's module may lie beside the configuration
+        sys.path.append(here)
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(f'task = "{name}": no module named {error.name}; check the name and PYTHONPATH') from None
-    except AttributeError:
-        raise ConfigError(f'task = "{name}": module {module} has no function {attribute}') from None
-    except (ValueError, TypeError):
-        raise ConfigError(f'task = "{name}" names no module; write "package.module:function"') from None
-    if not callable(found):
-        raise ConfigError(f'task = "{name}" is a {type(found).__name__}; name a function that returns adp2sgd.Task')
-    return found, {}
+    if not hasattr(loaded, attribute):
+        raise ConfigError(f'task = "{name}": module {module} has no function {attribute}')
+    function: Callable[..., Task] = getattr(loaded, attribute)
+    if not inspect.isfunction(function) or not _makes_task(function):
+        raise ConfigError(
+            f'task = "{name}" is a {type(function).__name__} that is not declared to make a task; name a function '
+            f'written "def {attribute}(…) -> Task:"'
+        )
+    return function
+
+
+def _makes_task(function: Callable[..., object]) -> bool:
+    """By its annotation, which is not evaluated where it is a string."""
+    declared = inspect.signature(function).return_annotation
+    return declared is Task or (isinstance(declared, str) and declared.strip("'\"").rpartition(".")[2] == "Task")
 
 
 def _check_options(name: str, function: Callable[..., Task], arguments: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from adp2sgd.config import Config
+from adp2sgd.files import to_json
 
 if TYPE_CHECKING:  # tables of figures need no PyTorch, which takes seconds to load
     from adp2sgd.engine.simulate import Status
@@ -66,13 +66,13 @@ def _status(status: Status, epochs: float) -> str:
 
 
 def quality(accuracy: float | None, loss: float | None) -> str:
-    if loss is None:
-        return "no model"
-    return f"loss {loss:.4f}" if accuracy is None else f"accuracy {accuracy:.1%}"
+    if accuracy is not None:
+        return f"accuracy {accuracy:.1%}"
+    return "not evaluated" if loss is None else f"loss {loss:.4f}"
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1))
+    print(to_json(value, indent=1))
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

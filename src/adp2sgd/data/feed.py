@@ -52,7 +52,7 @@ class Resident:
         return self._records.inputs[rows], self._records.targets[rows]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Arrival:
     """A batch on the device; `complete` marks the end of its copy on the copying stream."""
 
@@ -61,7 +61,7 @@ class Arrival:
     complete: torch.cuda.Event | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Order:
     """A batch that was drawn and is being fetched."""
 

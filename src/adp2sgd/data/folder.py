@@ -110,7 +110,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read {path.absolute()} ({error.strerror}); correct the path or restore it") from error
+        raise DataError(f"cannot read {path.absolute()} ({error.strerror}); correct the path or restore it") from None
 
 
 def check_md5(content: bytes, md5: str, path: Path) -> None:
@@ -122,11 +122,11 @@ def check_md5(content: bytes, md5: str, path: Path) -> None:
 
 def check_labels(labels: npt.NDArray[np.integer], classes: int, where: object) -> Tensor:
     """The labels as int64; refuses any outside 0 … classes − 1."""
-    wrong = (labels < 0) | (labels >= classes)
-    if wrong.any():
-        value = labels[wrong][0]
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
         raise DataError(
-            f"{where}: label {value} is outside 0 … {classes - 1}; correct the file or the number of classes"
+            f"{where}: label number {wrong[0] + 1} is outside 0 … {classes - 1}; correct the file or the number of "
+            "classes"
         )
     return torch.from_numpy(labels.astype(np.int64))
 

@@ -93,17 +93,23 @@ def _values(line: str, where: str) -> np.ndarray[tuple[int], np.dtype[np.float64
     fields = line.split(",")
     if len(fields) != len(COLUMNS) + 1:
         raise DataError(f"{where} has {len(fields)} fields instead of {len(COLUMNS) + 1}; restore the file")
-    try:
-        values = np.array([float("nan") if field.strip() in ("?", "-9") else float(field) for field in fields])
-    except ValueError as error:
-        raise DataError(f"{where}: {error}; use a number, or ? where it is missing") from error
+    values = np.array(
+        [_number(field, f"{where}: {name}") for name, field in zip((*COLUMNS, "num"), fields, strict=True)]
+    )
     if not 0 <= values[-1] <= 4:
-        raise DataError(f"{where}: diagnosis {fields[-1]} is outside 0 … 4; correct the record")
+        raise DataError(f"{where}: the diagnosis (num) is outside 0 … 4; correct the record")
     for name, known in CATEGORIES.items():
         value = values[COLUMNS.index(name)]
         if not (np.isnan(value) or value in known):
-            raise DataError(f"{where}: {name} = {value:g} is none of {known}; correct the record or write ?")
+            raise DataError(f"{where}: {name} is none of {known}; correct the record or write ?")
     return values
+
+
+def _number(field: str, where: str) -> float:
+    try:
+        return float("nan") if field.strip() in ("?", "-9") else float(field)
+    except ValueError:
+        raise DataError(f"{where} is not a number; use one, or ? where it is missing") from None
 
 
 def _encode(values: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> torch.Tensor:

@@ -124,8 +124,8 @@ def _decode(content: bytes, path: Path, channels: int, size: tuple[int, int] | N
     try:
         with Image.open(io.BytesIO(content)) as opened:
             image = opened.convert(MODES[channels])
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{path} is damaged or no image ({error}); replace or remove it") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path} is damaged or no image ({type(error).__name__}); replace or remove it") from None
     if size is not None:
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
     pixels = np.asarray(image, np.uint8)

@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Speech:
     """Utterances one after another: `frames` [frames, features], `labels` [frames], `lengths` in frames."""
 
@@ -108,10 +108,14 @@ def _read(folder: Path) -> _Speech:
 def _pairs(path: Path) -> list[tuple[str, str]]:
     """The lines "key value" of a Kaldi text file."""
     pairs = []
-    for number, line in enumerate(read_bytes(path).decode().splitlines(), 1):
+    try:
+        lines = read_bytes(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not in UTF-8 (from byte {error.start} on); save it as such") from None
+    for number, line in enumerate(lines, 1):
         fields = line.split(maxsplit=1)
         if len(fields) != 2:
-            raise DataError(f"{path}, line {number}: {line!r} is not a key and a value; correct the line")
+            raise DataError(f"{path}, line {number} is not a key and a value; correct the line")
         pairs.append((fields[0], fields[1].strip()))
     return pairs
 
@@ -123,15 +127,15 @@ def _arrays(scp: Path) -> dict[str, npt.NDArray[np.float32]]:
     arrays = {}
     with ExitStack() as stack:
         opened: dict[str, BinaryIO] = {}
-        for key, place in _pairs(scp):
+        for number, (key, place) in enumerate(_pairs(scp), 1):
             if not (match := PLACE.fullmatch(place)):
-                raise DataError(f"{scp}: {key} is at {place!r}; only FILE:OFFSET in a binary archive is read")
+                raise DataError(f"{scp}, line {number}: only FILE:OFFSET in a binary archive is read; correct the line")
             ark, offset = match[1], match[2]
             if ark not in opened:
                 try:
                     opened[ark] = stack.enter_context((scp.parent / ark).open("rb"))
                 except OSError as error:
-                    raise DataError(f"{scp}: cannot read {ark} ({error.strerror}); paths are relative to it") from error
+                    raise DataError(f"{scp}: cannot read {ark} ({error.strerror}); paths are relative to it") from None
             opened[ark].seek(int(offset))
             if opened[ark].read(2) != b"\0B":  # kaldiio would also run pickles
                 raise DataError(
@@ -139,8 +143,8 @@ def _arrays(scp: Path) -> dict[str, npt.NDArray[np.float32]]:
                 )
             try:
                 arrays[key] = kaldiio.load_mat(place, fd_dict=opened)
-            except (ValueError, AssertionError, IndexError, struct.error) as error:
-                raise DataError(f"{scp}: {ark} is truncated or damaged at {offset} ({key}); write it again") from error
+            except (ValueError, AssertionError, IndexError, struct.error):
+                raise DataError(f"{scp}: {ark} is truncated or damaged at {offset} ({key}); write it again") from None
     return arrays
 
 

@@ -33,6 +33,12 @@ class Records:
         if self.sites is not None and len(self.sites) != len(self.targets):
             raise DataError(f"{len(self.targets)} records but {len(self.sites)} site labels; every record needs one")
 
+    def __repr__(self) -> str:
+        """Sizes and types, never a value: objects are printed in messages and notebooks."""
+        parts = {"inputs": self.inputs, "targets": self.targets, "sites": self.sites}
+        told = [f"{name}={part.dtype} {list(part.shape)}" for name, part in parts.items() if part is not None]
+        return f"Records({', '.join(told)})"
+
     def __len__(self) -> int:
         return len(self.targets)
 

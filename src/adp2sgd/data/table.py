@@ -1,4 +1,8 @@
-"""A table of the user's own: CSV or Parquet, with a site column or one file per site."""
+"""A table of the user's own: CSV or Parquet, with a site column or one file per site.
+
+Messages name the file, the record's number and the column. They never hold a cell; nor a name from the first line,
+which in a file without a header is a record.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,10 @@ def load(
     schema = _Schema(ranges=ranges or {}, categories=declared, where=where)
     for name in [*(name for name in named.values() if name), *schema.ranges, *schema.categories, *ignore]:
         if name not in table:
-            raise ConfigError(f"column {name!r} is not in {path}; it has {list(table)}")
+            raise ConfigError(
+                f"column {name!r} is none of the {len(table)} that the first line of {path} names; correct the name "
+                "or that line"
+            )
     test = _test_rows(table, split, test_fraction, where)
     targets, names = _targets(table[label], label, classes, schema)
     owners, site_names = _codes(table[site]) if site else (None, ())
@@ -91,8 +98,7 @@ def _read(path: Path, site: str | None, ignore: Sequence[str]) -> tuple[dict[str
     columns = list(next(iter(tables.values())))
     for name, table in tables.items():
         if set(table) != set(columns):
-            odd = sorted(set(table) ^ set(columns))
-            raise DataError(f"{path}: {name} and {files[0].stem} differ in the columns {odd}; give all sites the same")
+            raise DataError(f"{path}: {name} and {files[0].stem} differ in their columns; give all the same first line")
     joined = {name: [value for table in tables.values() for value in table[name]] for name in columns}
     places = [(file, row) for file, table in zip(files, tables.values(), strict=True) for row in range(_rows(table))]
     if site is None and "site" in joined and "site" not in ignore:
@@ -121,11 +127,16 @@ def _read_file(path: Path) -> dict[str, Column]:
 def _read_csv(path: Path) -> dict[str, Column]:
     try:
         rows = [row for row in csv.reader(io.StringIO(read_bytes(path).decode("utf-8-sig"), newline="")) if row]
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no CSV file in UTF-8 ({error}); save it as such") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not in UTF-8 (from byte {error.start} on); save it as such") from None
+    except csv.Error:
+        raise DataError(f"{path} is no CSV file; save it as such") from None
     header = [name.strip() for name in rows[0]] if rows else []
     if len(set(header)) < len(header):
-        raise DataError(f"{path} has two columns of the same name in {header}; rename one")
+        twice = next(place for place, name in enumerate(header) if name in header[:place])
+        raise DataError(
+            f"{path}: the first line names columns {header.index(header[twice]) + 1} and {twice + 1} alike; rename one"
+        )
     for number, row in enumerate(rows[1:], 2):
         if len(row) != len(header):
             raise DataError(f"{path}, record {number - 1} has {len(row)} fields instead of {len(header)}; complete it")
@@ -143,9 +154,7 @@ def _read_parquet(path: Path) -> dict[str, Column]:
     try:
         table = pyarrow.parquet.read_table(content)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path} is damaged or no Parquet file ({str(error).splitlines()[0]}); write it again"
-        ) from error
+        raise DataError(f"{path} is damaged or no Parquet file ({type(error).__name__}); write it again") from None
     return {name: ["" if v is None else str(v) for v in table[name].to_pylist()] for name in table.column_names}
 
 
@@ -160,7 +169,8 @@ def _test_rows(table: dict[str, Column], split: str | None, fraction: float, whe
     else:
         for row, value in enumerate(table[split]):
             if value not in SPLITS:
-                raise DataError(f"{where(row)}: column {split!r} holds {value!r}; use {' or '.join(SPLITS)}")
+                allowed = " nor ".join(SPLITS)
+                raise DataError(f"{where(row)}: the value in column {split!r} is neither {allowed}; correct it")
         test = np.array([SPLITS[value] for value in table[split]])
     if test.all() or not test.any():
         raise DataError(f"{len(test)} records give no {'training' if test.all() else 'test'} set; change the split")
@@ -183,8 +193,8 @@ def _targets(
     for row, value in enumerate(column):
         if value not in index:
             raise DataError(
-                f"{schema.where(row)}: label {value!r} in column {label!r} is none of {list(index)}; correct it or the "
-                "classes"
+                f"{schema.where(row)}: the value in column {label!r} is none of the classes {list(index)}; correct it "
+                "or the classes"
             )
     return torch.tensor([index[value] for value in column]), list(index)
 
@@ -236,15 +246,14 @@ def _numbers(name: str, column: Column, missing: Bools, where: Where) -> Floats:
     """The column as numbers, zero where missing."""
     numbers = np.zeros(len(column))
     for row in _present(missing):
-        value = column[row]
         try:
-            numbers[row] = float(value)
+            numbers[row] = float(column[row])
         except ValueError:
             raise DataError(
-                f"{where(row)}: {value!r} in column {name!r} is no number; correct it or declare its categories"
+                f"{where(row)}: the value in column {name!r} is no number; correct it or declare its categories"
             ) from None
         if not np.isfinite(numbers[row]):
-            raise DataError(f"{where(row)}: {value!r} in column {name!r} is not finite; correct it or leave it empty")
+            raise DataError(f"{where(row)}: the value in column {name!r} is not finite; correct it or leave it empty")
     return numbers
 
 
@@ -253,7 +262,8 @@ def _one_hot(name: str, column: Column, missing: Bools, known: Sequence[str], wh
     for row in _present(missing):
         if column[row] not in index:
             raise DataError(
-                f"{where(row)}: column {name!r} holds {column[row]!r}, not in its categories {list(known)}; add it"
+                f"{where(row)}: the value in column {name!r} is none of its categories {list(known)}; correct it or "
+                "add a category"
             )
     codes = np.array([index.get(value, 0) for value in column])
     rows: Floats = np.eye(len(known))[codes]

@@ -9,21 +9,25 @@ import torch
 from torch import Tensor
 
 from adp2sgd.config import Config
-from adp2sgd.errors import ConfigError
+from adp2sgd.engine.evaluate import HeldOut
+from adp2sgd.errors import WITHHELD, ConfigError, reason
 from adp2sgd.flat import FlatModel
 from adp2sgd.privacy import checks
 from adp2sgd.task import Task
 
 
-def check_fit(config: Config, task: Task, model: FlatModel) -> None:
+def check_fit(config: Config, task: Task, model: FlatModel, *, resumed: bool = False) -> None:
     """Refuse a model that cannot read the task's records, a loss or labels of the wrong shape, and labels that the
     model has no output for. Private mode has checks of its own of what goes wrong in training, which look at no record;
-    here it only tries whether the held-out records can be evaluated."""
+    here it only tries whether all held-out records can be evaluated, before the first draw. A private run that is
+    `resumed` has spent already and is not refused: what fails then is a note in its result."""
     private = config.privacy.mode == "private"
+    if private and resumed:
+        return
     part = task.test if private else task.train
     records = part.take(torch.arange(min(2, len(part))))
     model.module.eval()
-    with torch.no_grad(), _told(private):
+    with torch.no_grad(), _told(task, private):
         outputs = model.module(task.prepare(records.inputs.to(model.device)))
     if task.metric == "accuracy":
         if not isinstance(outputs, Tensor):
@@ -31,10 +35,12 @@ def check_fit(config: Config, task: Task, model: FlatModel) -> None:
         _check_shapes(outputs, records.targets, part.targets)
         if not private:
             _check_labels(task, outputs.shape[-1])
-    with torch.no_grad(), _told(private):
+    with torch.no_grad(), _told(task, private):
         losses = task.loss(outputs, records.targets.to(model.device))
-    model.module.train()
     checks.refuse_shape(losses, len(records), ConfigError)
+    if private:
+        HeldOut(model, task, private=True).check()
+    model.module.train()
 
 
 def _check_shapes(outputs: Tensor, targets: Tensor, all_targets: Tensor) -> None:
@@ -57,12 +63,17 @@ def _check_labels(task: Task, classes: int) -> None:
 
 
 @contextmanager
-def _told(private: bool) -> Iterator[None]:
+def _told(task: Task, private: bool) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        reason = type(error).__name__ if private else str(error).split("\n")[0]
-        raise ConfigError(f"model and loss do not fit the task's records ({reason}); try them on one batch") from None
+    except Exception as error:
+        if not private and not isinstance(error, RuntimeError | ValueError | IndexError | TypeError):
+            raise  # a bug in the task's code
+        part, why = task.part(error, "loss"), reason(error, private=private)
+        fix = WITHHELD if private else "try them on one batch"
+        raise ConfigError(
+            f"model and loss do not fit the task's records: its {part} fails on the first two ({why}); {fix}"
+        ) from None
 
 
 def check_privacy(config: Config, task: Task, model: FlatModel, rows: Sequence[Tensor]) -> list[str]:

@@ -3,7 +3,6 @@ its ledger's."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from torch import Tensor
 from adp2sgd.engine import learner_checkpoint
 from adp2sgd.engine.evaluate import Metrics, evaluate
 from adp2sgd.engine.setup import Setup
+from adp2sgd.errors import reason
+from adp2sgd.files import to_json
 from adp2sgd.flat import FlatModel
 from adp2sgd.learner import Learner
 from adp2sgd.progress import Count, Key, to_rows
@@ -48,7 +49,7 @@ class Keeper(threading.Thread):
         self._model: FlatModel | None = None
 
     def log(self, events: list[dict[str, Any]]) -> None:
-        self._lines.extend([json.dumps(event) for event in events])
+        self._lines.extend([to_json(event) for event in events])
 
     def evaluate(self) -> None:
         self._due["evaluate"] = True
@@ -79,8 +80,9 @@ class Keeper(threading.Thread):
                 self._due["evaluate"] = False
                 try:
                     self._look()
-                except Exception as error:  # out of memory, say; its text may hold values of records
-                    self.trouble = f"its own looks at held-out records fail ({type(error).__name__})"
+                except Exception as error:  # out of memory, say
+                    why = reason(error, private=self._setup.private)
+                    self.trouble = f"its own looks at held-out records fail ({why})"
 
     def _write_events(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from adp2sgd.config import Config
+from adp2sgd.config import Config, fingerprint
 from adp2sgd.engine.allreduce import SyncWorker
 from adp2sgd.engine.exchanger import Place
 from adp2sgd.engine.setup import prepare
 from adp2sgd.engine.worker import Worker, last_words, who
-from adp2sgd.errors import Adp2sgdError
+from adp2sgd.errors import Adp2sgdError, RunError, withholding
 from adp2sgd.exchange.shared import Post
 from adp2sgd.record import Folder
 
@@ -27,16 +27,29 @@ def live(order: dict[str, Any]) -> int:
     place = Place(**{name: order[name] for name in ("learner", "start", "token", "descriptors")})
     post = Post(place.token, str(place.learner))
     try:
-        folder = Folder.open(order["folder"])
-        config = on_device(folder.settings, place.learner)
-        sys.setswitchinterval(SWITCH_S)
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.learners))
-        setup = prepare(config, order["seed"])
-        WORKERS[config.algorithm](setup, folder, place, post, order).live()
+        with withholding(order["private"]):
+            _work(order, place, post)
     except Adp2sgdError as error:
         last_words(post, {**who(place), "state": "failed", "error": str(error), "kind": type(error).__name__})
         return FAILED
     return 0
+
+
+def _work(order: dict[str, Any], place: Place, post: Post) -> None:
+    folder = Folder.open(order["folder"])
+    config = on_device(_checked(folder, order["config"]), place.learner)
+    sys.setswitchinterval(SWITCH_S)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.learners))
+    setup = prepare(config, order["seed"])
+    WORKERS[config.algorithm](setup, folder, place, post, order).live()
+
+
+def _checked(folder: Folder, wanted: str) -> Config:
+    """The folder's configuration, which must be the supervisor's. So the code that it names was named by the caller."""
+    config = folder.settings
+    if fingerprint(config) != wanted:
+        raise RunError(f"{folder.path / 'config.toml'} has changed since the run began; restore it and use --resume")
+    return config.replace(task=str(config.task))
 
 
 def on_device(config: Config, learner: int) -> Config:

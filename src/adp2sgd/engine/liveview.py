@@ -74,7 +74,8 @@ def headline(supervisor: Supervisor) -> str:
     )
     if supervisor.curve:
         last = supervisor.curve[-1]
-        found = f"loss {last.loss:.4f}" if last.accuracy is None else f"accuracy {last.accuracy:.1%}"
+        found = "not evaluated" if last.loss is None else f"loss {last.loss:.4f}"
+        found = found if last.accuracy is None else f"accuracy {last.accuracy:.1%}"
         line += f" · θ at epoch {last.epoch:.1f}: {found}"
     return line
 

@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from adp2sgd.config import Config
 from adp2sgd.engine import learner_checkpoint
-from adp2sgd.engine.evaluate import average, consensus, evaluate
+from adp2sgd.engine.evaluate import Figures, average, consensus
 from adp2sgd.engine.fit import check_fit
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.nursery import Nursery
 from adp2sgd.engine.observer import write_point
 from adp2sgd.engine.setup import Setup, beginning, finish, open_budget, prepare, read_budget
 from adp2sgd.engine.supervisor import SESSION, Patience, Seat, Supervisor
-from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError
+from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, telling_no_values
 from adp2sgd.exchange.shared import require_linux
 from adp2sgd.privacy.budget import Budget, Plan
 from adp2sgd.privacy.streams import Streams
@@ -57,9 +59,21 @@ def train(
         with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
             run = train(config, Path(scratch) / "run", exchange=exchange, on_status=on_status, patience=patience)
             return replace(run, folder=None)
+    with telling_no_values(config.privacy.mode == "private"):
+        return _train(config, folder, resume, exchange, on_status, patience)
+
+
+def _train(
+    config: Config,
+    folder: str | Path,
+    resume: bool,
+    exchange: bool,
+    on_status: Callable[[Supervisor], None] | None,
+    patience: Patience | None,
+) -> Run:
     kept = _read_session(Folder.open(folder)) if resume else {}
     setup = prepare(config, kept.get("seed"))  # before the folder: a wrong task leaves nothing behind
-    check_fit(config, setup.task, setup.model)
+    check_fit(config, setup.task, setup.model, resumed=resume)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     with home.held():
         if resume:
@@ -122,14 +136,30 @@ def _again(seat: Seat) -> Seat:
 
 
 def _result(supervisor: Supervisor, home: Folder) -> Run:
-    """Evaluate the learners' models and their average; ask the ledgers; write the result."""
+    """Save the average model; then evaluate it and the learners' models, ask the ledgers, write the result."""
     setup, states = supervisor.setup, supervisor.states
     if not states:
         raise RunError(f"no learner ended with a model; what happened: {'; '.join(supervisor.notes)}")
     theta = average(list(states.values())).to(setup.device)
+    try:
+        setup.save_model(theta, home)  # it is paid for, whatever becomes of its evaluation
+        run = _evaluated(supervisor, home, theta)
+        write_point(home, run.curve[-1])
+        home.write_result(run)
+    except OSError as error:
+        raise RunError(
+            f"the run is complete but its result cannot be written to {home.path} ({error.strerror}); mend that, then "
+            f"--resume {home.path} writes it"
+        ) from None
+    (home.path / SESSION).unlink(missing_ok=True)
+    return run
+
+
+def _evaluated(supervisor: Supervisor, home: Folder, theta: Tensor) -> Run:
+    setup, states = supervisor.setup, supervisor.states
     accounts = [_account(setup, seat.learner, home, supervisor.notes) for seat in supervisor.seats]
     results = tuple(_learner_result(supervisor, home, seat, accounts[seat.learner]) for seat in supervisor.seats)
-    metrics = evaluate(setup.model, setup.task, theta)
+    metrics = setup.held_out.figures(theta)
     steps = sum(each.steps for each in results)
     point = Point(
         global_steps=steps,
@@ -141,18 +171,7 @@ def _result(supervisor: Supervisor, home: Folder) -> Run:
     )
     curve = (*(each for each in supervisor.curve if each.global_steps < steps), point)
     run = finish(setup, accounts, results, curve, theta=theta, clock="real", folder=str(home.path))
-    run = replace(run, notes=(*run.notes, *_told(supervisor)))
-    try:
-        write_point(home, point)
-        setup.save_model(theta, home)
-        home.write_result(run)
-    except OSError as error:
-        raise RunError(
-            f"the run is complete (loss {run.loss:.4f}) but its result cannot be written to {home.path} "
-            f"({error.strerror}); mend that, then --resume {home.path} writes it"
-        ) from None
-    (home.path / SESSION).unlink(missing_ok=True)
-    return run
+    return replace(run, notes=(*run.notes, *_told(supervisor)))
 
 
 def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Account:
@@ -172,7 +191,7 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
     if state is None:
         saved = learner_checkpoint.load(home, seat.learner)
         state = saved.state if saved is not None and saved.tensors else None
-    metrics = None if state is None else evaluate(setup.model, setup.task, state.to(setup.device))
+    metrics = Figures() if state is None else setup.held_out.figures(state.to(setup.device))
     return LearnerResult(
         learner=seat.learner,
         steps=steps,
@@ -183,8 +202,8 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
         busy=totals["busy"],
         unconfirmed=totals["unconfirmed"],
         bytes_sent=totals["bytes_sent"],
-        loss=None if metrics is None else metrics.loss,
-        accuracy=None if metrics is None else metrics.accuracy,
+        loss=metrics.loss,
+        accuracy=metrics.accuracy,
         expired=totals["expired"],
         halves=totals["halves"] + seat.died,
         restarts=seat.restarts,

@@ -18,9 +18,10 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator
 from typing import Any
+
+from adp2sgd.errors import print_trace
 
 LARGEST = 1 << 18
 PR_SET_PDEATHSIG = 1
@@ -40,7 +41,7 @@ class Nursery:
             )
             program = f"{deaf}; from adp2sgd.engine.nursery import main; main({theirs.fileno()})"
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-            command = [sys.executable, "-c", program]
+            command = [sys.executable, "-P", "-c", program]  # -P: the module path is this process's, without "."
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
 
     def give(self, descriptors: list[int]) -> None:
@@ -123,8 +124,8 @@ def _fork(order: dict[str, Any], line: socket.socket) -> int:
         line.close()
         os.register_at_fork(after_in_child=_end_on_sigterm)
         code = _live(order)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        print_trace(error, private=order["private"])
     finally:
         sys.stderr.flush()
         os._exit(code)

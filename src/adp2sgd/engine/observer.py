@@ -22,8 +22,10 @@ from torch import Tensor
 from adp2sgd.engine.evaluate import Metrics, evaluate
 from adp2sgd.engine.exchanger import OBSERVER
 from adp2sgd.engine.setup import Setup
+from adp2sgd.errors import reason
 from adp2sgd.exchange.protocol import Message
 from adp2sgd.exchange.shared import NO_SLOT, Datagram, Layout, Memory, Post, decode
+from adp2sgd.files import to_json
 from adp2sgd.progress import Key
 from adp2sgd.record import Folder, Point
 
@@ -46,7 +48,7 @@ def read_curve(folder: Folder) -> list[Point]:
 
 def write_point(folder: Folder, point: Point) -> None:
     with (folder.path / EVENTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(point)) + "\n")
+        file.write(to_json(asdict(point)) + "\n")
 
 
 @dataclass(eq=False)
@@ -137,8 +139,8 @@ class Observer(threading.Thread):
                     self._look()
                     self._idle = True
         except Exception as error:  # whatever a task's code or a full disk does: the learners go on
-            what = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._notes.append(f"θ could not be evaluated while the learners trained ({what})")
+            why = reason(error, private=self._setup.private)
+            self._notes.append(f"θ could not be evaluated while the learners trained ({why})")
         finally:
             torch.set_num_threads(threads)
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from adp2sgd import topology
-from adp2sgd.config import Config, Privacy
+from adp2sgd.config import Config, naming
 from adp2sgd.data import shards
 from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
 from adp2sgd.device import AUTOCAST, compiled, tune
-from adp2sgd.engine.evaluate import evaluate
+from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.fit import check_privacy
-from adp2sgd.errors import ConfigError, LedgerError
+from adp2sgd.errors import WITHHELD, ConfigError, LedgerError, kind, tellable, telling_no_values
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.engine import Engine
@@ -42,7 +42,7 @@ NO_GUARANTEE = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Setup:
     """Everything that the engines share before the first step."""
 
@@ -56,6 +56,14 @@ class Setup:
     steps_per_epoch: float
     target_steps: int  # all learners together; the same for SYNC and ADPSGD
     notes: tuple[str, ...] = ()
+
+    @property
+    def private(self) -> bool:
+        return self.config.privacy.mode == "private"
+
+    @cached_property
+    def held_out(self) -> HeldOut:
+        return HeldOut(self.model, self.task, private=self.private)
 
     @cached_property
     def plain_step(self) -> PlainStep:
@@ -111,11 +119,9 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     device = pick_device(config.device)
     tune(device, config.precision, private=config.privacy.mode == "private", padded=config.speeds.pad)
     graph = topology.build(config.topology, config.learners, seed)
-    task = resolve(config.task, config.options)
+    task = resolve(config.task, config.options, private=config.privacy.mode == "private")
     rows = shards.split(task.train, config.data, config.learners, seed)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        model = _built(task, device, config)
+    model = _built(task, device, config, seed, private=config.privacy.mode == "private")
     steps_per_epoch = len(task.train) / config.batch_size
     rounds = math.ceil(config.epochs * steps_per_epoch / config.learners - 1e-9)
     target = max(1, rounds) * config.learners
@@ -123,13 +129,19 @@ def prepare(config: Config, seed: int | None = None) -> Setup:
     return Setup(config, seed, device, task, rows, graph, model, steps_per_epoch, target, notes)
 
 
-def _built(task: Task, device: torch.device, config: Config) -> FlatModel:
+def _built(task: Task, device: torch.device, config: Config, seed: int, *, private: bool) -> FlatModel:
     try:
-        return FlatModel(task.model(), device)
-    except RuntimeError as error:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return FlatModel(task.model(), device)
+    except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise ConfigError(
                 f'the model of task = "{config.task}" does not fit into memory; make it smaller'
+            ) from None
+        if private and not tellable(error):
+            raise ConfigError(
+                f'the model of task = "{config.task}" cannot be made ({kind(error)}); {WITHHELD}'
             ) from None
         raise
 
@@ -277,24 +289,39 @@ def _slug(text: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in text)
 
 
-def load_model(folder: str | Path) -> nn.Module:
-    """The average model θ of a finished run, in evaluation mode. It reads what the task's `prepare` gives."""
+def load_model(folder: str | Path, task: str | Task | None = None) -> nn.Module:
+    """The average model θ of a finished run, in evaluation mode. It reads what the task's `prepare` gives.
+
+    Guarantee: imports no code that the folder names. For a run whose task is a function of your own, `task` is its
+    name, "package.module:function", or the Task that it makes.
+    """
     home = Folder.open(folder)
     if not (home.path / "model.safetensors").exists():
         raise ConfigError(f"{folder} holds no model.safetensors; give the folder of a finished run")
-    model = resolve(home.settings.task, home.settings.options).model()
-    model.load_state_dict(home.load_tensors("model.safetensors")[0])
+    if not isinstance(task, Task):
+        settings = naming(home.settings, task)
+        task = resolve(settings.task, settings.options, private=settings.privacy.mode == "private")
+    model = task.model()
+    try:
+        model.load_state_dict(home.load_tensors("model.safetensors")[0])
+    except RuntimeError:
+        raise ConfigError(
+            f"the model in {folder} is not that of the task; give the task that it was trained with"
+        ) from None
     return model.eval()
 
 
 def explain_gradients(config: Config) -> list[choose.Row]:
-    """How private mode would take the gradients of each layer of the configured model."""
-    setup = prepare(config.replace(privacy=Privacy()))
-    rows = min(len(setup.task.train), config.batch_size)
-    batch = setup.task.prepare(setup.task.train.inputs[:rows]), setup.task.train.targets[:rows]
-    copies, autocast = config.privacy.copies, AUTOCAST[config.precision]
-    inputs, targets = (part.to(setup.device).repeat_interleave(copies, dim=0) for part in batch)
-    return choose.explain(setup.model, setup.task.loss, inputs, targets, copies=copies, autocast=autocast)
+    """How private mode would take the gradients of each layer of the configured model. Looks at no record's values."""
+    with telling_no_values(private=True):
+        task, device = resolve(config.task, config.options, private=True), pick_device(config.device)
+        model = _built(task, device, config, config.seed or 0, private=True)
+        copies, rows = config.privacy.copies, min(len(task.train), config.batch_size)
+        stored, targets = (
+            choose.synthetic(part[:0].to(device), rows * copies) for part in (task.train.inputs, task.train.targets)
+        )
+        inputs, autocast = task.prepare(stored), AUTOCAST[config.precision]
+        return choose.explain(model, task.loss, inputs, targets, copies=copies, autocast=autocast)
 
 
 class Accounted(Protocol):
@@ -338,6 +365,7 @@ def finish(
         curve=curve,
         notes=(
             *setup.notes,
+            *setup.held_out.notes,
             *_capped(learners, whole=last.global_steps >= setup.target_steps),
             *_new(config, learners),
         ),
@@ -418,6 +446,6 @@ def _by_site(setup: Setup, theta: Tensor) -> dict[str, dict[str, float | int | N
     for number, name in enumerate(names):
         rows = torch.nonzero(sites == number).flatten()
         if len(rows):
-            metrics = evaluate(setup.model, setup.task, theta, rows)
+            metrics = setup.held_out.figures(theta, rows)
             figures[name] = {"accuracy": metrics.accuracy, "loss": metrics.loss, "records": len(rows)}
     return figures

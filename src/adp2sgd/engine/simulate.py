@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint, learner_checkpoint
-from adp2sgd.engine.evaluate import Metrics, average, consensus, evaluate
+from adp2sgd.engine.evaluate import Figures, average, consensus
 from adp2sgd.engine.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.fit import check_fit
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
@@ -28,7 +28,7 @@ from adp2sgd.engine.setup import Setup, beginning, finish, make_learner, prepare
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
 from adp2sgd.engine.threads import suited_threads
 from adp2sgd.engine.watch import Watch
-from adp2sgd.errors import ConfigError, InterruptedRunError
+from adp2sgd.errors import ConfigError, InterruptedRunError, telling_no_values
 from adp2sgd.exchange.protocol import Commit, Exchange, Message
 from adp2sgd.learner import Learner
 from adp2sgd.record import Folder, LearnerResult, Point, Run
@@ -61,12 +61,17 @@ def simulate(
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
             return replace(simulate(config, Path(scratch) / "run", on_status=on_status), folder=None)
+    with telling_no_values(config.privacy.mode == "private"):
+        return _simulate(config, folder, resume, on_status or (lambda _: None))
+
+
+def _simulate(config: Config, folder: str | Path, resume: bool, on_status: Callable[[Status], None]) -> Run:
     kind = Synchronous if config.algorithm == "sync" else Asynchronous
     saved = checkpoint.read(Folder.open(folder)) if resume else None
     setup = prepare(config, saved.seed if saved else None)  # before the folder: a wrong task leaves nothing behind
-    check_fit(config, setup.task, setup.model)
+    check_fit(config, setup.task, setup.model, resumed=resume)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
-    simulation = kind(setup, home, on_status or (lambda _: None))
+    simulation = kind(setup, home, on_status)
     with (
         home.held(),
         home.telling_of_full_disks(),
@@ -187,7 +192,7 @@ class Simulation:
         self._look()
         states = self.states()
         theta = average(states)
-        metrics = evaluate(self.setup.model, self.setup.task, theta)
+        metrics = self.setup.held_out.figures(theta)
         point = Point(
             global_steps=self.global_steps,
             epoch=self.setup.epoch(self.global_steps),
@@ -203,13 +208,15 @@ class Simulation:
         return not any(member.learner.may_step for member in self.members)
 
     def _result(self) -> Run:
+        """The models come first: they are paid for, whatever becomes of their evaluation."""
         self._look()
+        theta = average(self.states())
+        self.setup.save_model(theta, self.folder)
+        for member in self.members:
+            learner_checkpoint.save(self.folder, member.learner, member.learner.state, {"steps": member.learner.steps})
         if not self.curve or self.curve[-1].global_steps != self.global_steps:
             self._evaluate()
         learners = self._learner_results()
-        for member in self.members:
-            learner_checkpoint.save(self.folder, member.learner, member.learner.state, {"steps": member.learner.steps})
-        theta = average(self.states())
         run = finish(
             self.setup,
             [member.learner for member in self.members],
@@ -219,7 +226,6 @@ class Simulation:
             clock="virtual",
             folder=str(self.folder.path),
         )
-        self.setup.save_model(theta, self.folder)
         self.folder.write_result(run)
         (self.folder.path / checkpoint.NAME).unlink(missing_ok=True)
         return run
@@ -229,11 +235,11 @@ class Simulation:
         found: list[LearnerResult] = []
         for before, member in zip((None, *self.members), self.members, strict=False):
             if before is None or not torch.equal(before.learner.state, member.learner.state):
-                metrics = evaluate(self.setup.model, self.setup.task, member.learner.state)
+                metrics = self.setup.held_out.figures(member.learner.state)
             found.append(self._learner_result(member, metrics))
         return tuple(found)
 
-    def _learner_result(self, member: Member, metrics: Metrics) -> LearnerResult:
+    def _learner_result(self, member: Member, metrics: Figures) -> LearnerResult:
         learner, tally = member.learner, member.exchange.tally
         return LearnerResult(
             learner=learner.number,

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from adp2sgd.config import fingerprint
 from adp2sgd.engine.exchanger import SUPERVISOR
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.engine.nursery import Nursery
@@ -22,6 +23,7 @@ from adp2sgd.engine.observer import Observer, read_curve
 from adp2sgd.engine.setup import Setup
 from adp2sgd.errors import DivergedError, PrivacyError, RunError
 from adp2sgd.exchange.shared import Layout, Memory, Post
+from adp2sgd.files import to_json
 from adp2sgd.privacy.budget import Plan
 from adp2sgd.progress import Key
 from adp2sgd.record import Folder
@@ -284,6 +286,8 @@ class Supervisor:
             "folder": str(self.folder.path.absolute()),
             "seed": self.setup.seed,
             "mode": mode,
+            "private": self.setup.config.privacy.mode == "private",
+            "config": fingerprint(self.setup.config),
             "exchange": self._exchange,
             "port": self._store.port if self._store is not None else None,
         }
@@ -356,7 +360,7 @@ class Supervisor:
         facts = {"seed": self.setup.seed, "seconds": self.seconds, "seats": seats, "notes": self.notes}
         try:
             with self.folder.replacing(SESSION) as part:
-                part.write_text(json.dumps(facts), encoding="utf-8")
+                part.write_text(to_json(facts), encoding="utf-8")
         except OSError as error:
             self.notes.append(f"{SESSION} could not be written ({error.strerror})")
 

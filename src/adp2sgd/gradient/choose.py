@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from adp2sgd.errors import ConfigError, PrivacyError
+from adp2sgd.errors import Adp2sgdWarning, ConfigError, PrivacyError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.bookkeeping import BookKeeping
 from adp2sgd.gradient.engine import Clipped, Engine
@@ -172,7 +172,7 @@ class Automatic:
 
     def _say(self, engine: Engine, reason: str) -> Engine:
         name = type(engine).__name__
-        warnings.warn(f"gradients are taken by the slower {name} engine: {reason}", stacklevel=4)
+        warnings.warn(f"gradients are taken by the slower {name} engine: {reason}", Adp2sgdWarning, stacklevel=4)
         return engine
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Clipped:
     """`total`: the sum of the clipped per-record gradients, laid out like `FlatModel.weights`; in float64 where it was
     added up in pieces, since rounding it before the noise would count as a record's influence.

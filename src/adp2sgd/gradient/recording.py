@@ -19,7 +19,7 @@ from adp2sgd.gradient.rounding import Measured, together
 from adp2sgd.gradient.rules import UnsupportedError
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Source:
     """A trained parameter, or a tensor that is computed from such parameters only."""
 
