@@ -93,9 +93,9 @@ class Guarantee:
     """What one learner's data are promised: (`epsilon`, `delta`) over all runs on its ledger, for one `unit` of data.
 
     `composition` says how the runs are added up. "pld": all steps are of one mechanism, fixed before the first one.
-    "renyi-filter(order)": any steps, chosen after earlier results, within an allowance at an order that was fixed before
-    the first one; this costs some ε. `epsilon_alone` is that of this run at its cap `max_steps`, by PLD, were nothing
-    else drawn from the data.
+    "renyi-filter(order)": any steps, chosen after earlier results, within an allowance at an order that was fixed
+    before the first one; this costs some ε. `epsilon_alone` is that of this run at its cap `max_steps`, by PLD, were
+    nothing else drawn from the data.
 
     `epsilon_spent` describes the `steps` really taken, on top of the `epsilon_others` of other runs on the same data.
     It is not chosen before training, so it is a report and not the guarantee.
@@ -121,14 +121,11 @@ class Guarantee:
         seed = "; seeded: ε describes the mechanism, not this run" if self.seeded else ""
         note = f"; {self.note}" if self.note else ""
         others = f" ({self.epsilon_others:.4g} of it by other runs)" if self.epsilon_others else ""
-        filtered = self.composition != "pld"
-        how = f"{self.accountant}, {self.sampler}"
-        if filtered:
-            how = f"all runs on the ledger by {self.composition}, {self.sampler}"
-        alone = (
-            "" if not filtered or self.epsilon_alone is None else f"; this run alone {self.epsilon_alone:.4g} by pld"
-        )
+        how, alone = self.accountant, ""
+        if self.composition != "pld":
+            how = f"all runs on the ledger by {self.composition}"
+            alone = "" if self.epsilon_alone is None else f"; this run alone {self.epsilon_alone:.4g} by pld"
         return (
-            f"ε = {self.epsilon:.4g} at δ = {self.delta:g} per {self.unit} ({self.adjacency}, {how}), spent "
-            f"{self.epsilon_spent:.4g}{others} in {self.steps} of {self.max_steps} steps{alone}{note}{seed}"
+            f"ε = {self.epsilon:.4g} at δ = {self.delta:g} per {self.unit} ({self.adjacency}, {how}, {self.sampler}), "
+            f"spent {self.epsilon_spent:.4g}{others} in {self.steps} of {self.max_steps} steps{alone}{note}{seed}"
         )

@@ -83,8 +83,10 @@ def plan(
     else:
         lasting = privacy.ledger is not None and privacy.runs != 1
         policy = (_first_filter if lasting else _first_fixed)(privacy, rate, cap)
-    within = _within_fixed if isinstance(policy, FixedPlan) else _within_filter
-    mechanism, cap = within(privacy, policy, rate, cap, before)
+    if isinstance(policy, FixedPlan):
+        mechanism, cap = _within_fixed(privacy, policy, rate, cap, before)
+    else:
+        mechanism, cap = _within_filter(privacy, policy, rate, cap, before)
     noise, count_noise = mechanism.noise_multiplier, privacy.noise_on_count(batch_size)
     if cap < 1:
         raise PrivacyError(

@@ -64,9 +64,17 @@ class FixedPlan:
             )
         most = self.steps
         if epsilon is not None and epsilon < self.epsilon:
-            goal = {"delta": self.delta, "sample_rate": own.sample_rate, "noise_multiplier": own.noise_multiplier}
-            most = min(most, steps_for(epsilon=epsilon, adjacency=self.adjacency, **goal))
+            most = min(most, self._steps_for(epsilon))
         return max(0, most - dict(spent.parts).get(own, 0))
+
+    def _steps_for(self, epsilon: float) -> int:
+        return steps_for(
+            epsilon=epsilon,
+            delta=self.delta,
+            sample_rate=self.mechanism.sample_rate,
+            noise_multiplier=self.mechanism.noise_multiplier,
+            adjacency=self.adjacency,
+        )
 
     def entry(self) -> dict[str, Any]:
         """For a line of the ledger, which is short."""
@@ -184,7 +192,7 @@ def if_fixed(steps: Composed, delta: float, adjacency: str) -> Spent:
 
 
 def at_best_order(steps: Composed, delta: float, adjacency: str, every: int = 1) -> float:
-    """ε of `steps` that were fixed beforehand, by Rényi divergences at the best order, of which each `every`th is tried."""
+    """ε of `steps` that were fixed beforehand, by Rényi divergences at the best order; each `every`th is tried."""
     spent = (
         sum(count * renyi(mechanism, order, adjacency) for mechanism, count in steps.parts) + conversion(order, delta)
         for order in _orders()[::every]
