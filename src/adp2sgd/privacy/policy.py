@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from adp2sgd.errors import PrivacyError
+from adp2sgd.errors import LedgerError, PrivacyError
 from adp2sgd.privacy import accountant
 from adp2sgd.privacy.accountant import Spent, renyi
 from adp2sgd.privacy.calibrate import MOST_NOISE, least_noise, steps_for
@@ -57,7 +57,7 @@ class FixedPlan:
         """Further steps that may follow `spent`; a smaller `epsilon` than the policy's allows fewer."""
         own = self.mechanism
         if mechanism != own:
-            raise PrivacyError(
+            raise LedgerError(
                 f"the ledger allows noise_multiplier = {own.noise_multiplier:g} at sample rate {own.sample_rate:.6g} "
                 f"alone, not {mechanism.noise_multiplier:g} at {mechanism.sample_rate:.6g}; use these, or other "
                 "records: only a ledger begun without privacy.runs = 1 allows several mechanisms"
