@@ -129,7 +129,7 @@ def privacy_spent(
         for row in rows
     ]
     title = f"spent at δ = {rows[0].delta:g} ({rows[0].adjacency})"
-    names = ["data set", "site", "steps", "ε", "of at most", "composition", "ε had all runs been fixed", "ledger"]
+    names = ["data set", "site", "steps", "ε", "of at most", "composition", "ε if fixed", "ledger"]
     view.table(title, names, shown)
     for note in dict.fromkeys(row.note for row in rows if row.note):
         print(f"note: {note}")

@@ -22,7 +22,8 @@ from adp2sgd.privacy.policy import Policy
 class Budget:
     """A plan with its ledger.
 
-    Guarantee: `draw` returns only while fewer than `max_steps` steps count as spent in this run, over all its starts.
+    Guarantee: `draw` returns only while fewer than `max_steps` steps count as spent in this run, over all its starts,
+    and only while the ledger's policy covers the step. The policy is on disk before the first one.
     """
 
     def __init__(
@@ -53,33 +54,16 @@ class Budget:
     ) -> Budget:
         """Open the ledger at `path`; the run's plan is made at its first start and kept in `plan_path`, with a mark of
         what the ledger held when the run last began or ended: one that lacks it is refused."""
-        kept = read_plan(plan_path) if plan_path.exists() else None
-        if kept is not None:
-            charged = kept.ledger.absolute()
-            if charged != path.absolute():
-                fix = "go on where it was started"
-                raise LedgerError(f"the run is charged to {charged}, not to {path.absolute()}; {fix}")
-            if not path.exists():
-                fix = "restore it, or start a new run"
-                raise LedgerError(f"{plan_path} tells of a run whose ledger {path} is gone; {fix}")
-            require(path, kept.mark)
+        kept = _kept(path, plan_path) if plan_path.exists() else None
         ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
         try:
             if kept is not None:
-                made = kept.plan
-                policy = _policy_of(ledger, made)
-                fixed = made.resumed(policy, ledger.spent(), privacy.epsilon)
-                if fixed.mechanism.sample_rate != batch_size / records:
-                    raise PrivacyError(
-                        f"the run was planned at sample rate {fixed.mechanism.sample_rate:.6g}, but batch_size = "
-                        f"{batch_size} of {records} records is {batch_size / records:.6g}: data or settings have "
-                        "changed since; start a new run"
-                    )
+                made, fixed = kept.plan, _resumed(kept.plan, ledger, privacy, records, batch_size)
             else:
                 size = {"records": records, "batch_size": batch_size, "planned_steps": planned_steps}
                 made = fixed = _first_plan(ledger, privacy, size)
             if fixed.policy != ledger.policy:
-                ledger.adopt(fixed.policy)
+                ledger.adopt(fixed.policy)  # on disk before the first step
 
             def remember(mark: Mark) -> None:
                 with suppress(OSError):  # an earlier mark remains
@@ -176,6 +160,31 @@ class Budget:
         self._ledger.close()
         if self._remember is not None:
             self._remember(self._ledger.mark)
+
+
+def _kept(path: Path, plan_path: Path) -> Kept:
+    """The plan of a run that goes on, if the ledger at `path` is the one that it is charged to, with all its steps."""
+    kept = read_plan(plan_path)
+    charged = kept.ledger.absolute()
+    if charged != path.absolute():
+        fix = "go on where it was started"
+        raise LedgerError(f"the run is charged to {charged}, not to {path.absolute()}; {fix}")
+    if not path.exists():
+        fix = "restore it, or start a new run"
+        raise LedgerError(f"{plan_path} tells of a run whose ledger {path} is gone; {fix}")
+    require(path, kept.mark)
+    return kept
+
+
+def _resumed(made: Plan, ledger: Ledger, privacy: config.Privacy, records: int, batch_size: int) -> Plan:
+    """The plan of a run that goes on, after what others have spent since."""
+    planned, rate = made.mechanism.sample_rate, batch_size / records
+    if planned != rate:
+        raise PrivacyError(
+            f"the run was planned at sample rate {planned:.6g}, but batch_size = {batch_size} of {records} records is "
+            f"{rate:.6g}: data or settings have changed since; start a new run"
+        )
+    return made.resumed(_policy_of(ledger, made), ledger.spent(), privacy.epsilon)
 
 
 def _first_plan(ledger: Ledger, privacy: config.Privacy, size: dict[str, int]) -> Plan:

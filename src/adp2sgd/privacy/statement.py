@@ -73,6 +73,7 @@ def _row(ledger: Path, delta: float | None, adjacency: str | None, note: str = "
     if isinstance(policy, RenyiFilter):
         spent = replace(policy, delta=delta, adjacency=fixed.adjacency).spent(steps)
     adaptive = policy is None and len(steps.parts) > 1
+    why = f"had all runs been fixed: {fixed.note}" if fixed.note and spent is not fixed else fixed.note
     return Row(
         dataset=account.dataset,
         site=account.site,
@@ -84,7 +85,7 @@ def _row(ledger: Path, delta: float | None, adjacency: str | None, note: str = "
         delta=delta,
         adjacency=fixed.adjacency,
         ledger=str(ledger),
-        note="; ".join(filter(None, (note, NO_POLICY if adaptive else "", fixed.note))),
+        note="; ".join(filter(None, (note, NO_POLICY if adaptive else "", why))),
     )
 
 
