@@ -269,8 +269,8 @@ def test_the_ledger_of_another_data_set_or_site_is_refused(used, changes, told):
 
 
 def test_an_unknown_version_or_folder_is_refused(path, tmp_path):
-    path.write_bytes(ledger_module._encode({"ledger": 2, **NAMES, "block": 8}, "", 0))
-    with pytest.raises(LedgerError, match="version 2"):
+    path.write_bytes(ledger_module._encode({"ledger": 3, **NAMES, "block": 8}, "", 0))
+    with pytest.raises(LedgerError, match="version 3"):
         opened(path)
     with pytest.raises(LedgerError, match="No such file or directory"):
         opened(tmp_path / "missing" / "ledger.jsonl")

@@ -100,8 +100,8 @@ def privacy_steps(
 @privacy.command("spent", epilog="Example: adp2sgd privacy spent runs/first")
 def privacy_spent(
     path: Annotated[Path, typer.Argument(help="The folder of a run, a folder of ledgers, or a ledger.")],
-    delta: Annotated[Optional[float], typer.Option(help="Well below 1/records (default: the run's).")] = None,  # noqa: UP045
-    adjacency: Annotated[Optional[str], typer.Option(help="add-remove or replace-one (default: the run's)")] = None,  # noqa: UP045
+    delta: Annotated[Optional[float], typer.Option(help="Well below 1/records (default: the ledger's).")] = None,  # noqa: UP045
+    adjacency: Annotated[Optional[str], typer.Option(help="add-remove or replace-one (default: the ledger's)")] = None,  # noqa: UP045
     json: Json = False,
 ) -> None:
     """What each ledger has spent, in all runs that it covers. Steps that are reserved count."""
@@ -115,9 +115,22 @@ def privacy_spent(
     if json:
         view.print_json([asdict(row) for row in rows])
         return
-    shown = [(row.dataset, row.site, f"{row.steps:,}", f"{row.epsilon:.4g}", row.ledger) for row in rows]
+    shown = [
+        (
+            row.dataset,
+            row.site,
+            f"{row.steps:,}",
+            f"{row.epsilon:.4g}",
+            "–" if row.epsilon_limit is None else f"{row.epsilon_limit:.4g}",
+            row.composition,
+            f"{row.epsilon_if_fixed:.4g}",
+            row.ledger,
+        )
+        for row in rows
+    ]
     title = f"spent at δ = {rows[0].delta:g} ({rows[0].adjacency})"
-    view.table(title, ["data set", "site", "steps", "ε", "ledger"], shown)
+    names = ["data set", "site", "steps", "ε", "of at most", "composition", "ε if fixed", "ledger"]
+    view.table(title, names, shown)
     for note in dict.fromkeys(row.note for row in rows if row.note):
         print(f"note: {note}")
 

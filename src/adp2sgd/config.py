@@ -206,6 +206,9 @@ class Privacy(Section):
     adjacency: str = "add-remove"
     ledger: str | None = None  # a folder: sites' ledgers across runs; unset: each run keeps its own
     dataset: str | None = None  # the data's name in that ledger; unset: the task's family, as in "heart"
+    # Runs that share that ledger's ε: each takes at most one such part of it. Unset: a run may take all that is left.
+    # 1 at a ledger's first run: all runs will have that one's noise and rate, which ε serves best.
+    runs: int | None = None
     headroom: float = 1.25  # a learner's cap on steps = its planned steps × headroom, unless epsilon and noise fix it
 
     def _check(self) -> None:
@@ -232,6 +235,9 @@ class Privacy(Section):
         if self.delta is None:
             raise ConfigError("privacy.delta is missing; set it well below 1/(records of the largest learner)")
         _require(0 < self.delta < 1, "privacy.delta", self.delta, "use a number in (0, 1), below 1/records")
+        _require(self.runs is None or self.runs >= 1, "privacy.runs", self.runs, "use 1 or more")
+        fix = "it divides the ε of a ledger that lasts over runs: set privacy.ledger, or remove it"
+        _require(self.runs is None or self.ledger is not None, "privacy.runs", self.runs, fix)
         self._check_adaptive()
 
     def _check_adaptive(self) -> None:

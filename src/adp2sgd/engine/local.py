@@ -23,7 +23,8 @@ from adp2sgd.engine.setup import Setup, beginning, finish, open_budget, prepare,
 from adp2sgd.engine.supervisor import SESSION, Patience, Seat, Supervisor
 from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, telling_no_values
 from adp2sgd.exchange.shared import require_linux
-from adp2sgd.privacy.budget import Budget, Plan
+from adp2sgd.privacy.budget import Budget
+from adp2sgd.privacy.plan import Plan
 from adp2sgd.privacy.streams import Streams
 from adp2sgd.record import Folder, LearnerResult, Point, Run
 

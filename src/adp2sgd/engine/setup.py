@@ -426,7 +426,8 @@ def _guarantee(learners: Sequence[Accounted]) -> Any:
     most = max(found, key=lambda each: each.epsilon_spent)
     weakest = max(found, key=lambda each: each.epsilon)
     told = {name: getattr(most, name) for name in ("epsilon_spent", "epsilon_others", "steps", "max_steps")}
-    weakest = replace(weakest, **told)
+    alone = max(each.epsilon_alone or 0.0 for each in found)
+    weakest = replace(weakest, **told, epsilon_alone=alone)
     valid_if = "no record lies at two learners"
     return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}
 

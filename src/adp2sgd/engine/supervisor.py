@@ -24,7 +24,7 @@ from adp2sgd.engine.setup import Setup
 from adp2sgd.errors import DivergedError, PrivacyError, RunError
 from adp2sgd.exchange.shared import Layout, Memory, Post
 from adp2sgd.files import to_json
-from adp2sgd.privacy.budget import Plan
+from adp2sgd.privacy.plan import Plan
 from adp2sgd.progress import Key
 from adp2sgd.record import Folder
 

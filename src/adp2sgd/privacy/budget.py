@@ -6,83 +6,24 @@ that reaches it stops training and goes on averaging. What it really took is rep
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from adp2sgd import config
-from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
-from adp2sgd.files import replacing
-from adp2sgd.privacy.accountant import Spent, epsilon
-from adp2sgd.privacy.calibrate import noise_for, steps_for
+from adp2sgd.errors import LedgerError, PrivacyError
 from adp2sgd.privacy.ledger import Ledger, Mark, require
-from adp2sgd.privacy.mechanism import Composed, Guarantee, SampledGaussian, beside_count
-
-NOTHING = Composed(())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Fixed before training: at most `max_steps` runs of `mechanism` on a data set that had spent `before` already."""
-
-    mechanism: SampledGaussian
-    max_steps: int
-    delta: float
-    adjacency: str
-    before: Composed = NOTHING
-
-    def spent_after(self, steps: int) -> Spent:
-        """ε of everything that the data set has spent once this run has taken `steps` steps."""
-        everything = Composed((*self.before.parts, (self.mechanism, steps)))
-        return epsilon(everything, 1, self.delta, "pld", self.adjacency)
-
-
-def plan(
-    privacy: config.Privacy, *, records: int, batch_size: int, planned_steps: int, before: Composed = NOTHING
-) -> Plan:
-    """Noise and cap for a learner with `records` records that expects to take `planned_steps` steps.
-
-    `epsilon` and `noise_multiplier`: the largest cap within ε. `epsilon` alone: the least noise for the planned steps
-    times `headroom`. `noise_multiplier` alone: that many steps, and the ε that follows.
-    """
-    if batch_size > records:
-        raise ConfigError(
-            f"batch_size = {batch_size} exceeds the smallest shard ({records}); lower it or use fewer learners"
-        )
-    assert privacy.delta is not None
-    rate, cap = batch_size / records, math.ceil(planned_steps * privacy.headroom)
-    goal: dict[str, Any] = {
-        "delta": privacy.delta,
-        "sample_rate": rate,
-        "adjacency": privacy.adjacency,
-        "before": before,
-    }
-    noise = privacy.noise_multiplier
-    if noise is None:
-        assert privacy.epsilon is not None
-        noise = noise_for(epsilon=privacy.epsilon, steps=cap, **goal)
-    elif privacy.epsilon is not None:
-        cap = steps_for(epsilon=privacy.epsilon, noise_multiplier=noise, **goal)
-    if cap < 1:
-        raise PrivacyError(
-            f"privacy.epsilon = {privacy.epsilon} allows no step at noise_multiplier = {noise}; "
-            "raise noise_multiplier or epsilon"
-        )
-    count_noise = privacy.noise_on_count(batch_size)
-    if count_noise is not None:
-        beside_count(noise, count_noise)  # refuses what cannot be, before anything is written
-    mechanism = SampledGaussian(noise, rate)
-    return Plan(mechanism=mechanism, max_steps=cap, delta=privacy.delta, adjacency=privacy.adjacency, before=before)
+from adp2sgd.privacy.mechanism import Guarantee
+from adp2sgd.privacy.plan import Kept, Plan, plan, read_plan, write_plan
+from adp2sgd.privacy.policy import Policy
 
 
 class Budget:
     """A plan with its ledger.
 
-    Guarantee: `draw` returns only while fewer than `max_steps` steps count as spent in this run, over all its starts.
+    Guarantee: `draw` returns only while fewer than `max_steps` steps count as spent in this run, over all its starts,
+    and only while the ledger's policy covers the step. The policy is on disk before the first one.
     """
 
     def __init__(
@@ -113,49 +54,24 @@ class Budget:
     ) -> Budget:
         """Open the ledger at `path`; the run's plan is made at its first start and kept in `plan_path`, with a mark of
         what the ledger held when the run last began or ended: one that lacks it is refused."""
-        kept = read_plan(plan_path) if plan_path.exists() else None
-        if kept is not None:
-            charged = kept.ledger.absolute()
-            if charged != path.absolute():
-                fix = "go on where it was started"
-                raise LedgerError(f"the run is charged to {charged}, not to {path.absolute()}; {fix}")
-            if not path.exists():
-                fix = "restore it, or start a new run"
-                raise LedgerError(f"{plan_path} tells of a run whose ledger {path} is gone; {fix}")
-            require(path, kept.mark)
+        kept = _kept(path, plan_path) if plan_path.exists() else None
         ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
         try:
             if kept is not None:
-                made = kept.plan
-                fixed = _adjusted(made, privacy, ledger.spent())
-                if fixed.mechanism.sample_rate != batch_size / records:
-                    raise PrivacyError(
-                        f"the run was planned at sample rate {fixed.mechanism.sample_rate:.6g}, but batch_size = "
-                        f"{batch_size} of {records} records is {batch_size / records:.6g}: data or settings have "
-                        "changed since; start a new run"
-                    )
+                made, fixed = kept.plan, _resumed(kept.plan, ledger, privacy, records, batch_size)
             else:
-                try:
-                    made = fixed = plan(
-                        privacy,
-                        records=records,
-                        batch_size=batch_size,
-                        planned_steps=planned_steps,
-                        before=ledger.spent(),
-                    )
-                except PrivacyError as error:
-                    if not ledger.spent().parts:
-                        raise
-                    spent = epsilon(ledger.spent(), 1, privacy.delta, "pld", privacy.adjacency).epsilon
-                    raise PrivacyError(f"earlier runs have spent ε = {spent:.4g} in {path}: {error}") from None
+                size = {"records": records, "batch_size": batch_size, "planned_steps": planned_steps}
+                made = fixed = _first_plan(ledger, privacy, size)
+            if fixed.policy != ledger.policy:
+                ledger.adopt(fixed.policy)  # on disk before the first step
 
             def remember(mark: Mark) -> None:
                 with suppress(OSError):  # an earlier mark remains
                     if plan_path.exists():  # else the run could not begin
-                        _write_plan(plan_path, made, path, mark)
+                        write_plan(plan_path, Kept(made, path, mark))
 
             if kept is None:
-                _write_plan(plan_path, made, path, ledger.mark)
+                write_plan(plan_path, Kept(made, path, ledger.mark))
             else:
                 remember(ledger.mark)
             return cls(fixed, ledger, seeded=seeded, remember=remember)
@@ -168,7 +84,8 @@ class Budget:
         """A budget for its figures alone, also while another process has the ledger."""
         kept, ledger = read_plan(plan_path), Ledger.closed(path)
         require(path, kept.mark)
-        return cls(_adjusted(kept.plan, privacy, ledger.spent()), ledger, seeded=seeded)
+        fixed = kept.plan.resumed(_policy_of(ledger, kept.plan), ledger.spent(), privacy.epsilon)
+        return cls(fixed, ledger, seeded=seeded)
 
     @property
     def exhausted(self) -> bool:
@@ -213,19 +130,23 @@ class Budget:
             self.draw()
 
     def guarantee(self) -> Guarantee:
-        at_cap, now = self.plan.spent_after(self.plan.max_steps), self.plan.spent_after(self.steps)
+        """What the ledger's policy promises over all runs, and what they have spent."""
+        policy, now = self.plan.policy, self.plan.spent_after(self.steps)
+        promised = policy.promised()
         return Guarantee(
-            epsilon=at_cap.epsilon,
+            epsilon=max(promised.epsilon, now.epsilon),  # a torn line may count steps that were never taken
             epsilon_spent=now.epsilon,
-            delta=self.plan.delta,
-            adjacency=self.plan.adjacency,
-            accountant=at_cap.accountant,
+            delta=policy.delta,
+            adjacency=policy.adjacency,
+            accountant=promised.accountant,
             sampler=self.plan.mechanism.sampler,
             steps=self.steps,
             max_steps=self.plan.max_steps,
             seeded=self.seeded,
+            composition=policy.composition,
+            epsilon_alone=self.plan.alone(),
             epsilon_others=self.plan.spent_after(0).epsilon,
-            note=at_cap.note,
+            note=promised.note,
         )
 
     def figures(self) -> dict[str, Any]:
@@ -241,55 +162,57 @@ class Budget:
             self._remember(self._ledger.mark)
 
 
-def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
-    """The plan of a run that starts again, where other runs have spent on the same data set since its first start.
+def _kept(path: Path, plan_path: Path) -> Kept:
+    """The plan of a run that goes on, if the ledger at `path` is the one that it is charged to, with all its steps."""
+    kept = read_plan(plan_path)
+    charged = kept.ledger.absolute()
+    if charged != path.absolute():
+        fix = "go on where it was started"
+        raise LedgerError(f"the run is charged to {charged}, not to {path.absolute()}; {fix}")
+    if not path.exists():
+        fix = "restore it, or start a new run"
+        raise LedgerError(f"{plan_path} tells of a run whose ledger {path} is gone; {fix}")
+    require(path, kept.mark)
+    return kept
 
-    Steps of the same mechanism cannot be told from the run's own and count as such; others move the cap down.
-    """
-    own = fixed.mechanism
-    others = {mechanism: count for mechanism, count in spent.parts if mechanism != own}
-    known = {mechanism: count for mechanism, count in fixed.before.parts if mechanism != own}
-    earlier = [(mechanism, count) for mechanism, count in fixed.before.parts if mechanism == own]
-    counted = dict(spent.parts).get(own, 0) - sum(count for _, count in earlier)
-    if others == known:
-        return replace(fixed, max_steps=max(fixed.max_steps, counted))
-    before, cap = Composed((*others.items(), *earlier)), fixed.max_steps
-    if privacy.epsilon is not None:
-        room = steps_for(
-            epsilon=privacy.epsilon,
-            delta=fixed.delta,
-            sample_rate=own.sample_rate,
-            noise_multiplier=own.noise_multiplier,
-            adjacency=fixed.adjacency,
-            before=before,
+
+def _resumed(made: Plan, ledger: Ledger, privacy: config.Privacy, records: int, batch_size: int) -> Plan:
+    """The plan of a run that goes on, after what others have spent since."""
+    planned, rate = made.mechanism.sample_rate, batch_size / records
+    if planned != rate:
+        raise PrivacyError(
+            f"the run was planned at sample rate {planned:.6g}, but batch_size = {batch_size} of {records} records is "
+            f"{rate:.6g}: data or settings have changed since; start a new run"
         )
-        cap = min(cap, room)
-    return replace(fixed, before=before, max_steps=max(cap, counted))  # what was taken is reported, beyond the cap too
+    return made.resumed(_policy_of(ledger, made), ledger.spent(), privacy.epsilon)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What a run keeps of its budget: the plan, the ledger that it is charged to, and how far that had come."""
-
-    plan: Plan
-    ledger: Path
-    mark: Mark
-
-
-def _write_plan(path: Path, fixed: Plan, ledger: Path, mark: Mark) -> None:
-    # A ledger beside the plan is named without its folder, so that a run can be moved as a whole.
-    name = ledger.name if ledger.parent == path.parent else str(ledger.absolute())
-    with replacing(path) as part:
-        part.write_text(json.dumps({"ledger": name, "mark": asdict(mark), **asdict(fixed)}), encoding="utf-8")
-
-
-def read_plan(path: Path) -> Kept:
-    """What the run of a learner has kept in `path`."""
+def _first_plan(ledger: Ledger, privacy: config.Privacy, size: dict[str, int]) -> Plan:
+    """The plan of a run that begins. While no step was drawn, its own policy replaces one that the ledger may have."""
+    spent = ledger.spent()
+    if not any(count for _, count in spent.parts):
+        return plan(privacy, **size)
+    policy = ledger.policy
+    if policy is None:
+        raise LedgerError(
+            f"the ledger {ledger.path} has steps from before ledgers had a policy: no bound covers runs chosen after "
+            "others without one; finish its runs, and begin no other on these records"
+        )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        ledger, mark = path.parent / raw.pop("ledger"), Mark(**raw.pop("mark", {}))
-        parts = tuple((SampledGaussian(**mechanism), count) for mechanism, count in raw["before"]["parts"])
-        fixed = Plan(**{**raw, "mechanism": SampledGaussian(**raw["mechanism"]), "before": Composed(parts)})
-        return Kept(fixed, ledger, mark)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise LedgerError(f"{path} is gone or damaged; restore it, or start a new run on the same ledger") from None
+        return plan(privacy, **size, policy=policy, before=spent)
+    except PrivacyError as error:
+        told = f"earlier runs have spent ε = {policy.spent(spent).epsilon:.4g} in {ledger.path}"
+        raise PrivacyError(f"{told}: {error}") from None
+
+
+def _policy_of(ledger: Ledger, made: Plan) -> Policy:
+    """What a run goes on under: the ledger's policy, which another run may have fixed before the first step; or its
+    own, where the ledger has none and holds nothing but this run's steps."""
+    if ledger.policy is not None:
+        return ledger.policy
+    if any(mechanism != made.mechanism for mechanism, _ in ledger.spent().parts):
+        raise LedgerError(
+            f"the ledger {ledger.path} has steps of several runs from before ledgers had a policy: no bound covers "
+            "further ones; adp2sgd privacy spent tells what it holds"
+        )
+    return made.policy

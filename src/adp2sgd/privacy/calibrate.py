@@ -40,6 +40,12 @@ def noise_for(
     def spent(noise: float) -> float:
         return _spent(before, SampledGaussian(noise, sample_rate), steps, delta, adjacency)
 
+    return least_noise(spent, epsilon, steps)
+
+
+def least_noise(spent: Callable[[float], float], epsilon: float, steps: int) -> float:
+    """The least noise multiplier, rounded up to five digits, at which `spent`, which falls with noise, is at most
+    `epsilon`; 0.1 at least."""
     if spent(MOST_NOISE) > epsilon:
         raise PrivacyError(
             f"epsilon = {epsilon} is not reached by any noise_multiplier up to {MOST_NOISE:g} in {steps} steps; "

@@ -1,7 +1,8 @@
 """The privacy that one site has spent on one data set, over all its runs: a durable file of JSON lines.
 
-    {"ledger":1,"dataset":…,"site":…,"block":32,"id":…,"sum":…}   the header, whole before the file gets its name
+    {"ledger":2,"dataset":…,"site":…,"block":32,"id":…,"sum":…}   the header, whole before the file gets its name
     {"start":3,"run":…,"pid":…,"host":…,"sum":…}           a process holds the lock; 3 is its fencing token
+    {"policy":{…},"token":3,"sum":…}                       what holds over all runs; synced before the first step
     {"mechanism":{…},"token":3,"sum":…}                    what the steps that follow are
     {"reserve":32,"token":3,"sum":…}                       synced before the first of these steps is drawn
     {"return":12,"token":3,"sum":…}                        a clean close: steps of that block that were never drawn
@@ -30,8 +31,10 @@ from typing import Any, Self
 
 from adp2sgd.errors import LedgerError, PrivacyError
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
+from adp2sgd.privacy.policy import Policy, parse
 
-VERSION = 1
+VERSION = 2
+KNOWN = (1, VERSION)  # the first one had no policy
 WIDTH = 256  # bytes of every line but the header
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _RESTORE = "restore the copy made after the last run; without it nobody can say what this data set has spent"
@@ -56,6 +59,7 @@ class Account:
     size: int  # bytes of the sound lines
     token: int = 0
     holder: str = "no process"
+    policy: Policy | None = None
     mechanism: SampledGaussian | None = None
     steps: dict[SampledGaussian, int] = field(default_factory=dict)
     damaged: bool = False  # there is a last line that is torn or altered
@@ -69,6 +73,10 @@ class Account:
             raise ValueError("written by a process that had lost the ledger")
         elif "mechanism" in entry:
             self.mechanism = SampledGaussian(**entry["mechanism"])
+        elif "policy" in entry:
+            if not self.open_to(policy := parse(entry["policy"])):
+                raise ValueError("a policy that was changed after the first step")
+            self.policy = policy
         else:
             self._count(entry.get("reserve", 0) + entry.get("torn", 0) - entry.get("return", 0))
         self.sum, self.size = _sum_of(line), self.size + len(line)
@@ -77,6 +85,10 @@ class Account:
         # Without a mechanism on record nothing was ever reserved: a torn line then counts nothing.
         if self.mechanism is not None:
             self.steps[self.mechanism] = self.steps.get(self.mechanism, 0) + steps
+
+    def open_to(self, policy: Policy) -> bool:
+        """Whether `policy` may be adopted: there is none, or no step was ever drawn under another one."""
+        return self.policy in (None, policy) or not any(count for _, count in self.spent().parts)
 
     def spent(self) -> Composed:
         """Every step that was or may have been drawn from the data set, by mechanism."""
@@ -186,6 +198,18 @@ class Ledger:
     def mark(self) -> Mark:
         """After the last line that this process has read or written."""
         return Mark(self._account.size, self._account.sum)
+
+    @property
+    def policy(self) -> Policy | None:
+        """What holds over all runs, once it is fixed."""
+        return self._account.policy
+
+    def adopt(self, policy: Policy) -> None:
+        """Fix what holds over all runs, on disk, before the first step is drawn. No later step can change it."""
+        if not self._account.open_to(policy):
+            raise LedgerError(f"the policy of the ledger {self.path} is fixed since its first step; keep to it")
+        self._refuse_fenced()
+        self._append({"policy": policy.entry(), "token": self.token})
 
     def spent(self) -> Composed:
         """Every step that was or may have been drawn from the data set in any run; what is reserved counts."""
@@ -346,7 +370,7 @@ def _read_header(path: str | Path, data: bytes) -> Account:
     header = _decode(line, "", 0)
     if header is None or "ledger" not in header:
         raise LedgerError(f"the ledger {path} is damaged at line 1; {_RESTORE}")
-    if header["ledger"] != VERSION:
+    if header["ledger"] not in KNOWN:
         raise LedgerError(f"the ledger {path} has version {header['ledger']}; install an adp2sgd that knows it")
     names = {name: header[name] for name in ("dataset", "site", "block")}
     return Account(**names, sum=_sum_of(line), size=len(line))

@@ -90,7 +90,12 @@ def beside_count(noise_multiplier: float, count_noise: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """What one learner's data are promised: (`epsilon`, `delta`) at the cap `max_steps`, for one `unit` of data.
+    """What one learner's data are promised: (`epsilon`, `delta`) over all runs on its ledger, for one `unit` of data.
+
+    `composition` says how the runs are added up. "pld": all steps are of one mechanism, fixed before the first one.
+    "renyi-filter(order)": any steps, chosen after earlier results, within an allowance at an order that was fixed
+    before the first one; this costs some ε. `epsilon_alone` is that of this run at its cap `max_steps`, by PLD, were
+    nothing else drawn from the data.
 
     `epsilon_spent` describes the `steps` really taken, on top of the `epsilon_others` of other runs on the same data.
     It is not chosen before training, so it is a report and not the guarantee.
@@ -105,6 +110,8 @@ class Guarantee:
     steps: int
     max_steps: int
     seeded: bool
+    composition: str = "pld"
+    epsilon_alone: float | None = None
     epsilon_others: float = 0.0
     unit: str = "record"
     threat_model: str = THREAT_MODEL
@@ -114,8 +121,11 @@ class Guarantee:
         seed = "; seeded: ε describes the mechanism, not this run" if self.seeded else ""
         note = f"; {self.note}" if self.note else ""
         others = f" ({self.epsilon_others:.4g} of it by other runs)" if self.epsilon_others else ""
+        how, alone = self.accountant, ""
+        if self.composition != "pld":
+            how = f"all runs on the ledger by {self.composition}"
+            alone = "" if self.epsilon_alone is None else f"; this run alone {self.epsilon_alone:.4g} by pld"
         return (
-            f"ε = {self.epsilon:.4g} at δ = {self.delta:g} per {self.unit} ({self.adjacency}, {self.accountant}, "
-            f"{self.sampler}), spent {self.epsilon_spent:.4g}{others} in {self.steps} of {self.max_steps} steps"
-            f"{note}{seed}"
+            f"ε = {self.epsilon:.4g} at δ = {self.delta:g} per {self.unit} ({self.adjacency}, {how}, {self.sampler}), "
+            f"spent {self.epsilon_spent:.4g}{others} in {self.steps} of {self.max_steps} steps{alone}{note}{seed}"
         )

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adp2sgd import config
 from adp2sgd.errors import ConfigError
-from adp2sgd.privacy.accountant import epsilon
-from adp2sgd.privacy.budget import read_plan
 from adp2sgd.privacy.ledger import read, require
+from adp2sgd.privacy.plan import read_plan
+from adp2sgd.privacy.policy import RenyiFilter, if_fixed
 
 SEEDED = "the run is seeded: ε describes the mechanism, not this run"
+NO_POLICY = "no policy was fixed before the first step: ε holds only if nobody chose a run after another one's result"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One ledger: steps that were or may have been drawn, in all runs that it covers, and their ε."""
+    """One ledger: steps that were or may have been drawn, in all runs that it covers, and their ε by its `composition`.
+
+    `epsilon_limit` is what its policy lets all runs spend. `epsilon_if_fixed` is what the same steps would have spent,
+    had all runs been fixed beforehand: the difference is the price of choosing each run after the results before.
+    """
 
     dataset: str
     site: str
     steps: int
     epsilon: float
+    epsilon_limit: float | None
+    epsilon_if_fixed: float
+    composition: str
     delta: float
     adjacency: str
     ledger: str
@@ -30,16 +38,14 @@ class Row:
 
 
 def statement(path: Path, delta: float | None = None, adjacency: str | None = None) -> list[Row]:
-    """Of every learner of the run whose folder `path` is, with its plan's δ and adjacency by default; or of the ledger
-    or folder of ledgers `path`, which know of neither. A ledger that is missing or damaged is an error."""
+    """Of every learner of the run whose folder `path` is, or of the ledger or folder of ledgers `path`; at the δ and
+    adjacency of the ledger's policy by default. A ledger that is missing or damaged is an error."""
     if (path / "config.toml").is_file():
         return _of_run(path, delta, adjacency)
     files = [path] if path.is_file() else [file for file in sorted(path.glob("*.jsonl")) if not _other(file)]
     if not files:
         raise ConfigError(f"{path} holds no ledger; give a ledger, a folder of ledgers or the folder of a private run")
-    if delta is None:
-        raise ConfigError("a ledger holds steps, and their ε depends on δ; give --delta")
-    return [_row(file, delta, adjacency or "add-remove") for file in files]
+    return [_row(file, delta, adjacency) for file in files]
 
 
 def _of_run(path: Path, delta: float | None, adjacency: str | None) -> list[Row]:
@@ -49,25 +55,37 @@ def _of_run(path: Path, delta: float | None, adjacency: str | None) -> list[Row]
     rows = []
     for learner in range(settings.learners):
         kept = read_plan(path / f"learner-{learner}" / "plan.json")
-        note = "" if settings.seed is None else SEEDED
-        row = _row(kept.ledger, kept.plan.delta if delta is None else delta, adjacency or kept.plan.adjacency, note)
+        own, note = kept.plan.policy, "" if settings.seed is None else SEEDED
+        row = _row(kept.ledger, own.delta if delta is None else delta, adjacency or own.adjacency, note)
         require(kept.ledger, kept.mark)
         rows.append(row)
     return rows
 
 
-def _row(ledger: Path, delta: float, adjacency: str, note: str = "") -> Row:
+def _row(ledger: Path, delta: float | None, adjacency: str | None, note: str = "") -> Row:
     account = read(ledger)
-    spent = epsilon(account.spent(), 1, delta, "pld", adjacency)
+    steps, policy = account.spent(), account.policy
+    if policy is not None:
+        delta, adjacency = policy.delta if delta is None else delta, adjacency or policy.adjacency
+    if delta is None:
+        raise ConfigError("a ledger without a policy holds steps, and their ε depends on δ; give --delta")
+    fixed = spent = if_fixed(steps, delta, adjacency or "add-remove")
+    if isinstance(policy, RenyiFilter):
+        spent = replace(policy, delta=delta, adjacency=fixed.adjacency).spent(steps)
+    adaptive = policy is None and len(steps.parts) > 1
+    why = f"had all runs been fixed: {fixed.note}" if fixed.note and spent is not fixed else fixed.note
     return Row(
         dataset=account.dataset,
         site=account.site,
-        steps=sum(count for _, count in account.spent().parts),
+        steps=sum(count for _, count in steps.parts),
         epsilon=spent.epsilon,
+        epsilon_limit=None if policy is None else policy.epsilon,
+        epsilon_if_fixed=fixed.epsilon,
+        composition=spent.accountant if policy is None else policy.composition,
         delta=delta,
-        adjacency=adjacency,
+        adjacency=fixed.adjacency,
         ledger=str(ledger),
-        note="; ".join(filter(None, (note, spent.note))),
+        note="; ".join(filter(None, (note, NO_POLICY if adaptive else "", why))),
     )
 
 
