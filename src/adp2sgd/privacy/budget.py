@@ -279,7 +279,7 @@ class Kept:
 def _write_plan(path: Path, fixed: Plan, ledger: Path, mark: Mark) -> None:
     # A ledger beside the plan is named without its folder, so that a run can be moved as a whole.
     name = ledger.name if ledger.parent == path.parent else str(ledger.absolute())
-    with replacing(path) as part:
+    with replacing(path, private=True) as part:
         part.write_text(json.dumps({"ledger": name, "mark": asdict(mark), **asdict(fixed)}), encoding="utf-8")
 
 
