@@ -19,8 +19,16 @@ from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
 from adp2sgd.files import replacing
 from adp2sgd.privacy.accountant import Spent, epsilon
 from adp2sgd.privacy.calibrate import noise_for, steps_for
+from adp2sgd.privacy.fixed_work import SHARE, cost, overflow_for
 from adp2sgd.privacy.ledger import Ledger, Mark, require
-from adp2sgd.privacy.mechanism import Composed, Guarantee, SampledGaussian, beside_count
+from adp2sgd.privacy.mechanism import (
+    THREAT_MODEL,
+    TIMED_THREAT_MODEL,
+    Composed,
+    Guarantee,
+    SampledGaussian,
+    beside_count,
+)
 
 NOTHING = Composed(())
 
@@ -56,10 +64,9 @@ def plan(
     assert privacy.delta is not None
     rate, cap = batch_size / records, math.ceil(planned_steps * privacy.headroom)
     goal: dict[str, Any] = {
-        "delta": privacy.delta,
         "sample_rate": rate,
         "adjacency": privacy.adjacency,
-        "before": before,
+        **_goal(privacy, privacy.delta, before),
     }
     noise = privacy.noise_multiplier
     if noise is None:
@@ -75,8 +82,45 @@ def plan(
     count_noise = privacy.noise_on_count(batch_size)
     if count_noise is not None:
         beside_count(noise, count_noise)  # refuses what cannot be, before anything is written
-    mechanism = SampledGaussian(noise, rate)
-    return Plan(mechanism=mechanism, max_steps=cap, delta=privacy.delta, adjacency=privacy.adjacency, before=before)
+    made = Plan(
+        mechanism=SampledGaussian(noise, rate),
+        max_steps=cap,
+        delta=privacy.delta,
+        adjacency=privacy.adjacency,
+        before=before,
+    )
+    made = _with_fixed_work(made, privacy) if privacy.fixed_work else made
+    _refuse_infinite(made)
+    return made
+
+
+def _goal(privacy: config.Privacy, delta: float, before: Composed) -> dict[str, Any]:
+    """δ and earlier steps to calibrate with. What cut batches cost of `delta` at the wanted ε is set aside: twice for
+    this run's own, so that the accountant, which solves for that cost, never answers above ε."""
+    left = delta - cost(privacy.epsilon or 0.0, before.overflow) - (2 * SHARE * delta if privacy.fixed_work else 0.0)
+    if left <= 0:
+        raise PrivacyError(
+            f"privacy.delta = {delta:g} is spent by batches that earlier runs have cut for fixed_work, at "
+            f"epsilon = {privacy.epsilon}; lower epsilon or raise delta"
+        )
+    return {"delta": left, "before": before.uncut()}
+
+
+def _with_fixed_work(made: Plan, privacy: config.Privacy) -> Plan:
+    """The plan for steps of fixed work: the same noise and cap, and batches that are cut rarely enough."""
+    reached = made.spent_after(made.max_steps).epsilon if privacy.epsilon is None else privacy.epsilon
+    overflow = overflow_for(reached, made.delta, made.max_steps)
+    return replace(made, mechanism=replace(made.mechanism, overflow=overflow))
+
+
+def _refuse_infinite(made: Plan) -> None:
+    """Refuse a plan whose cut batches, or those of earlier runs, exceed δ at the ε that it reaches."""
+    cut = Composed((*made.before.parts, (made.mechanism, made.max_steps)))
+    if cut.overflow and not math.isfinite(made.spent_after(made.max_steps).epsilon):
+        raise PrivacyError(
+            f"noise_multiplier = {made.mechanism.noise_multiplier} gives no guarantee with fixed_work after "
+            f"{made.max_steps} steps: ε is so large that cut batches exceed privacy.delta = {made.delta:g}; raise one"
+        )
 
 
 class Budget:
@@ -225,8 +269,14 @@ class Budget:
             max_steps=self.plan.max_steps,
             seeded=self.seeded,
             epsilon_others=self.plan.spent_after(0).epsilon,
+            threat_model=TIMED_THREAT_MODEL if self._timed else THREAT_MODEL,
             note=at_cap.note,
         )
+
+    @property
+    def _timed(self) -> bool:
+        """Whether no step that the data set has spent, or may spend, took a time that depends on its batch."""
+        return Composed((*self.plan.before.parts, (self.plan.mechanism, self.plan.max_steps))).timed
 
     def figures(self) -> dict[str, Any]:
         """What a result says of one learner."""
@@ -257,11 +307,10 @@ def _adjusted(fixed: Plan, privacy: config.Privacy, spent: Composed) -> Plan:
     if privacy.epsilon is not None:
         room = steps_for(
             epsilon=privacy.epsilon,
-            delta=fixed.delta,
             sample_rate=own.sample_rate,
             noise_multiplier=own.noise_multiplier,
             adjacency=fixed.adjacency,
-            before=before,
+            **_goal(privacy, fixed.delta, before),
         )
         cap = min(cap, room)
     return replace(fixed, before=before, max_steps=max(cap, counted))  # what was taken is reported, beyond the cap too
