@@ -258,7 +258,7 @@ def test_a_ledger_that_is_gone_is_missed(tmp_path: Path) -> None:
         budget(tmp_path)
 
 
-def full(path: Path) -> None:
+def full(path: Path, **_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 

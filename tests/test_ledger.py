@@ -1,22 +1,31 @@
 """The ledger: real processes, real kill -9, real full disks, and every byte of the file damaged once."""
 
 import errno
+import hashlib
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from adp2sgd.config import Config, Privacy
+from adp2sgd.data.records import Records
+from adp2sgd.engine.setup import Setup, make_learner, prepare
 from adp2sgd.errors import LedgerError
 from adp2sgd.privacy import ledger as ledger_module
 from adp2sgd.privacy.ledger import WIDTH, Ledger, read
 from adp2sgd.privacy.mechanism import SampledGaussian
+from adp2sgd.task import Task, cross_entropy
 
 STEP = SampledGaussian(2.0, 0.08192)
 WEAKER = SampledGaussian(1.0, 0.08192)
@@ -376,3 +385,61 @@ def test_counted_steps_are_never_below_drawn_ones_nor_more_than_a_block_per_star
         assert drawn <= total <= drawn + BLOCK * starts
         assert sum(counted(path).values()) == total
     ledger.close()
+
+
+# ---------------------------------------------------------------- kills of a whole learner
+
+
+def without_signal() -> Task:
+    """Every record's gradient is zero, so that what a learner releases is its noise alone."""
+    blank = Records(torch.zeros(400, 4), torch.zeros(400, dtype=torch.int64))
+    return Task(model=lambda: nn.Linear(4, 2, bias=False), train=blank, test=blank, loss=cross_entropy)
+
+
+def live(setup: Setup, folder: Path, log: int) -> None:
+    """A learner that trains until it is killed, and tells after each step what noise it has drawn."""
+    learner = make_learner(setup, 0, folder)
+    while True:
+        learner.begin()
+        noise = learner.gradient().vector
+        os.write(log, hashlib.sha256(noise.numpy().tobytes()).digest())
+
+
+def killed(setup: Setup, folder: Path, log: int, *, after_s: float, training: bool) -> None:
+    """One life of a learner, in a process of its own that is killed `after_s` seconds after its birth, or once it is
+    `training` after its first step."""
+    before = os.fstat(log).st_size
+    child = os.fork()
+    if child == 0:
+        try:
+            live(setup, folder, log)
+        finally:
+            os._exit(1)
+    while training and os.fstat(log).st_size == before:
+        time.sleep(0.001)
+    time.sleep(after_s)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kills", [40, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_kills_at_random_instants_never_hide_a_step_nor_repeat_noise(kills, tmp_path):
+    settings = Config(
+        task=f"{__name__}:without_signal",
+        learners=1,
+        epochs=1e6,
+        batch_size=20,
+        device="cpu",
+        privacy=Privacy(mode="private", noise_multiplier=2.0, delta=1e-4),
+    )
+    setup, instants = prepare(settings), random.Random(7)
+    assert setup.engine  # settled before the first birth, as by the process that learners come from
+    log = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for life in range(kills):
+        killed(setup, tmp_path, log, after_s=instants.uniform(0, 0.05), training=life % 4 > 0)
+    os.close(log)
+    content = (tmp_path / "log").read_bytes()
+    drawn = [content[at : at + 32] for at in range(0, len(content), 32)]
+    assert len(set(drawn)) == len(drawn) >= kills
+    counted_steps = sum(counted(tmp_path / "ledger.jsonl").values())
+    assert len(drawn) <= counted_steps <= len(drawn) + 33 * kills  # a block for each life, and a step not told of

@@ -29,7 +29,7 @@ PARTNERS = ("neighbour", "sender-receiver")
 PARTITIONS = ("iid", "dirichlet", "site")
 MODES = ("private", "paper", "none")
 ADJACENCIES = ("add-remove", "replace-one")
-PRIVATE_ONLY = ("clip_quantile", "clip_rate", "count_noise", "copies", "engine")
+PRIVATE_ONLY = ("clip_quantile", "clip_rate", "count_noise", "copies", "engine", "fixed_work")
 MOST_RATE = 1e30  # beyond it float32 has no numbers for a step
 LEAST_EPSILON, LEAST_MULTIPLIER = 1e-12, 0.01  # less is a slip: nothing could be learned, or nothing is hidden
 GRADIENT_ENGINES = ("auto", "loop")
@@ -202,6 +202,7 @@ class Privacy(Section):
     clip_rate: float = 0.2  # how fast: if all norms lie above it, a step multiplies it by exp(clip_rate·clip_quantile)
     count_noise: float | None = None  # noise on the count of norms under the bound, absolute; unset: batch_size / 20
     engine: str = "auto"  # or "loop": record by record, slow, for neighbours who may send weights made to harm
+    fixed_work: bool = False  # every step does the same work whatever its batch, so that its time tells nothing
     copies: int = 1  # augmented copies of each record in a batch; their mean gradient is clipped
     adjacency: str = "add-remove"
     ledger: str | None = None  # a folder: sites' ledgers across runs; unset: each run keeps its own

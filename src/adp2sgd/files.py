@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and JSON that every program reads."""
+"""Files that appear whole or not at all, files that no other user may read, and JSON that every program reads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ from pathlib import Path
 from typing import Any
 
 
+def owner_only(path: str, flags: int) -> int:
+    """An `opener` for `open`: a new file can be read by its owner alone, whatever the umask."""
+    return os.open(path, flags, 0o600)
+
+
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of `target` in one step, after its content is on disk."""
+def replacing(target: Path, *, private: bool = False) -> Iterator[Path]:
+    """A temporary file that takes the place of `target` in one step, after its content is on disk.
+
+    `private`: its owner alone may read it. Else the umask decides, whatever mode the writer has given it.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    part.open("xb").close()
+    with open(part, "xb", opener=owner_only if private else None) as file:
+        mode = os.fstat(file.fileno()).st_mode & 0o777
     try:
         yield part
+        part.chmod(mode)
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(target)

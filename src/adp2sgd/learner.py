@@ -140,7 +140,8 @@ class Learner:
         try:
             inputs, targets = self._batch()
             noise = self._streams("noise", self.steps)
-            return self._gradient_step(self._model, inputs, targets, self._batches.expected, noise)
+            records = self._batches.counted(self.rows)
+            return self._gradient_step(self._model, inputs, targets, self._batches.expected, noise, records)
         except torch.OutOfMemoryError as error:
             if self.budget is None:
                 raise
@@ -155,10 +156,11 @@ class Learner:
 
     def rehearse(self) -> None:
         """Run the passes on blank records a few times, so that the first step takes no longer than the others."""
-        rows, device = round(self._batches.expected) * self._copies, self._model.device
+        batch, device = self._batches.rows, self._model.device
+        records, rows = self._batches.counted(torch.arange(batch)), batch * self._copies
         inputs, targets = (part.new_zeros(rows, *part.shape[1:], device=device) for part in self._blank)
         for _ in range(SETTLED + 2):
-            self._gradient_step.rehearse(self._model, self._task.prepare(inputs), targets)
+            self._gradient_step.rehearse(self._model, self._task.prepare(inputs), targets, records)
 
     def snapshot(self, out: Tensor | None = None) -> Tensor:
         """A copy of the state to send, in `out` if given."""

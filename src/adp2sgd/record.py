@@ -7,6 +7,8 @@ runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledge
 runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
 runs/NAME/result.json                       what the run reports
 runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict
+
+Events, ledgers, plans and checkpoints can be read by their owner alone. For the other files the umask decides.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import errno
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from adp2sgd import config
 from adp2sgd.errors import ConfigError, RunError
-from adp2sgd.files import replacing, to_json
+from adp2sgd.files import owner_only, replacing, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +172,7 @@ class Folder:
     def learner(self, number: int) -> Path:
         """The learner's own folder."""
         path = self.path / f"learner-{number}"
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
 
     def log(self, learner: int, event: Mapping[str, Any]) -> None:
@@ -179,9 +181,12 @@ class Folder:
 
     def flush(self) -> None:
         for learner, lines in self._pending.items():
-            with (self.learner(learner) / "events.jsonl").open("a", encoding="utf-8") as file:
-                file.write("\n".join(lines) + "\n")
+            self.append_events(learner, lines)
         self._pending.clear()
+
+    def append_events(self, learner: int, lines: Sequence[str]) -> None:
+        with open(self.learner(learner) / "events.jsonl", "a", encoding="utf-8", opener=owner_only) as file:
+            file.write("\n".join(lines) + "\n")
 
     def log_sizes(self, name: str) -> dict[int, int]:
         """Each learner's size in bytes of the log `name`, for `truncate_logs` when a run resumes."""
@@ -199,12 +204,15 @@ class Folder:
             for path in self.path.glob(f"learner-*/{name}"):
                 path.unlink()
 
-    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    def save_tensors(
+        self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], *, private: bool = False
+    ) -> None:
+        """`private`: a checkpoint, for its owner alone."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         whole = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
-        with self.replacing(name) as part:
+        with self.replacing(name, private=private) as part:
             try:
                 save_file(whole, part, metadata={"adp2sgd": json.dumps(metadata, default=str)})
             except SafetensorError as error:  # its way to tell of a full disk
@@ -236,9 +244,9 @@ class Folder:
                 f"{self.path} cannot be written ({reason}); mend that, then --resume goes on from its last checkpoint"
             ) from None
 
-    def replacing(self, name: str) -> AbstractContextManager[Path]:
-        """A temporary file that takes the place of `name` in one step."""
-        return replacing(self.path / name)
+    def replacing(self, name: str, *, private: bool = False) -> AbstractContextManager[Path]:
+        """A temporary file that takes the place of `name` in one step; `private`: for its owner alone."""
+        return replacing(self.path / name, private=private)
 
 
 def versions() -> dict[str, str]:

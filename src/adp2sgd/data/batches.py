@@ -14,12 +14,18 @@ from adp2sgd.privacy.streams import Streams
 
 
 class Batches(Protocol):
-    """`expected` is what the summed gradient is divided by: never the size of the batch at hand."""
+    """`expected` is what the summed gradient is divided by: never the size of the batch at hand. `rows`: how many rows
+    a batch has; the expected number where that varies."""
 
     expected: float
+    rows: int
 
     def draw(self, step: int) -> Tensor:
         """Rows of the shard for the learner's own step number `step`, counted from 0."""
+        ...
+
+    def counted(self, rows: Tensor) -> int | None:
+        """How many of these rows, the first ones, are records; None where all are."""
         ...
 
 
@@ -27,16 +33,34 @@ class PoissonBatches:
     """Every record is in the batch with probability `rate`, independently of all others and of all other steps.
 
     Batches may be empty. This is the only sampler whose amplification an accountant counts.
+    With `fixed_rows` every batch has that many rows: records beyond them are left out, and number `records`, which is
+    no record, fills up the others. The work of a draw then does not depend on what is drawn.
     """
 
-    def __init__(self, records: int, batch_size: int, streams: Streams) -> None:
+    def __init__(self, records: int, batch_size: int, streams: Streams, fixed_rows: int | None = None) -> None:
         self.rate = min(1.0, batch_size / records)
         self.expected = self.rate * records
+        self.rows = round(self.expected) if fixed_rows is None else fixed_rows
+        self._fixed = fixed_rows is not None
         self._records = records
         self._streams = streams
 
     def draw(self, step: int) -> Tensor:
-        return self._streams("batch", step).bernoulli(self._records, self.rate)
+        stream = self._streams("batch", step)
+        if not self._fixed:
+            return stream.bernoulli(self._records, self.rate)
+        return _packed(stream.members(self._records, self.rate), self.rows)
+
+    def counted(self, rows: Tensor) -> int | None:
+        return int((rows < self._records).sum()) if self._fixed else None
+
+
+def _packed(members: Tensor, size: int) -> Tensor:
+    """The first `size` members' numbers in ascending order, filled up with len(members), by the same operations
+    whoever the members are."""
+    place = torch.where(members, members.cumsum(0) - 1, size).clamp(max=size)  # those left out share the last place
+    packed = torch.full((size + 1,), len(members))
+    return packed.scatter_(0, place, torch.arange(len(members)))[:size]
 
 
 class ReshuffledBatches:
@@ -48,6 +72,7 @@ class ReshuffledBatches:
     def __init__(self, records: int, batch_size: int, streams: Streams) -> None:
         self._size = min(batch_size, records)
         self.expected = float(self._size)
+        self.rows = self._size
         self._records = records
         self._streams = streams
         self._epoch = -1
@@ -60,3 +85,6 @@ class ReshuffledBatches:
             self._order = self._streams("epoch", epoch).permutation(self._records)
             self._epoch = epoch
         return self._order[position * self._size : (position + 1) * self._size]
+
+    def counted(self, rows: Tensor) -> int | None:
+        return None

@@ -47,6 +47,11 @@ class Records:
         sites = None if self.sites is None else self.sites[rows]
         return replace(self, inputs=self.inputs[rows], targets=self.targets[rows], sites=sites)
 
+    def with_blank(self) -> Records:
+        """These and one row of zeros behind them, which is no record: it fills up batches."""
+        inputs, targets = (torch.cat([part, torch.zeros_like(part[:1])]) for part in (self.inputs, self.targets))
+        return Records(inputs, targets)
+
     def to(self, device: torch.device | str) -> Records:
         sites = None if self.sites is None else self.sites.to(device)
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device), sites=sites)

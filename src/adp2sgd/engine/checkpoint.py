@@ -47,7 +47,7 @@ def write(simulation: Simulation) -> None:
         "heap": [[time, order, _pack_event(event, tensors)] for time, order, event in simulation.heap],
         "log_sizes": simulation.folder.log_sizes("events.jsonl"),
     }
-    simulation.folder.save_tensors(NAME, tensors, facts)
+    simulation.folder.save_tensors(NAME, tensors, facts, private=True)
 
 
 def read(folder: Folder) -> Saved:

@@ -88,8 +88,7 @@ class Keeper(threading.Thread):
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         if lines:
             try:
-                with (self._folder.learner(self._learner.number) / "events.jsonl").open("a", encoding="utf-8") as file:
-                    file.write("\n".join(lines) + "\n")
+                self._folder.append_events(self._learner.number, lines)
             except OSError as error:
                 self.trouble = f"events are not recorded ({error.strerror})"
 

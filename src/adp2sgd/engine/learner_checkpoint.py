@@ -45,11 +45,12 @@ def save(folder: Folder, learner: Learner, state: Tensor, facts: Mapping[str, An
         tensors["velocity"] = velocity
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     if (own / NEWEST).exists():
-        with folder.replacing(f"{own.name}/{PREVIOUS}") as part:
+        with folder.replacing(f"{own.name}/{PREVIOUS}", private=True) as part:
             part.unlink()
             os.link(own / NEWEST, part)
     facts = {"counts": to_rows(learner.progress.counts()), **facts, "clip_norm": learner.clip_norm}
-    folder.save_tensors(f"{own.name}/{NEWEST}", tensors, {**facts, "checksums": _checksums(tensors)})
+    facts = {**facts, "checksums": _checksums(tensors)}
+    folder.save_tensors(f"{own.name}/{NEWEST}", tensors, facts, private=True)
 
 
 def load(folder: Folder, number: int) -> Saved | None:

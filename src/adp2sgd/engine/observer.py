@@ -25,7 +25,7 @@ from adp2sgd.engine.setup import Setup
 from adp2sgd.errors import reason
 from adp2sgd.exchange.protocol import Message
 from adp2sgd.exchange.shared import NO_SLOT, Datagram, Layout, Memory, Post, decode
-from adp2sgd.files import to_json
+from adp2sgd.files import owner_only, to_json
 from adp2sgd.progress import Key
 from adp2sgd.record import Folder, Point
 
@@ -47,7 +47,7 @@ def read_curve(folder: Folder) -> list[Point]:
 
 
 def write_point(folder: Folder, point: Point) -> None:
-    with (folder.path / EVENTS).open("a", encoding="utf-8") as file:
+    with open(folder.path / EVENTS, "a", encoding="utf-8", opener=owner_only) as file:
         file.write(to_json(asdict(point)) + "\n")
 
 

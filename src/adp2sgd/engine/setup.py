@@ -28,8 +28,9 @@ from adp2sgd.gradient.engine import Engine
 from adp2sgd.gradient.privatize import Adaptation, GradientStep, PlainStep, PrivateStep
 from adp2sgd.learner import Learner
 from adp2sgd.privacy.budget import Budget
+from adp2sgd.privacy.fixed_work import rows_for
 from adp2sgd.privacy.ledger import read as read_ledger
-from adp2sgd.privacy.mechanism import beside_count
+from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL, beside_count
 from adp2sgd.privacy.streams import Streams
 from adp2sgd.progress import Progress
 from adp2sgd.record import Folder, LearnerResult, Point, Run, versions
@@ -181,8 +182,8 @@ def make_learner(setup: Setup, number: int, folder: Path, *, start: int = 0) -> 
         number=number,
         task=setup.task,
         model=setup.model,
-        records=records,
-        batches=_batches(config, len(records), streams),
+        records=records.with_blank() if config.privacy.fixed_work else records,
+        batches=_batches(config, len(records), streams, budget),
         gradient_step=_gradient_step(setup, budget),
         optimizer=config.optimizer,
         progress=Progress(number, start, limit=setup.target_steps),
@@ -193,9 +194,14 @@ def make_learner(setup: Setup, number: int, folder: Path, *, start: int = 0) -> 
     )
 
 
-def _batches(config: Config, records: int, streams: Streams) -> Batches:
-    kind = ReshuffledBatches if config.privacy.mode == "paper" else PoissonBatches
-    return kind(records, config.batch_size, streams)
+def _batches(config: Config, records: int, streams: Streams, budget: Budget | None) -> Batches:
+    if config.privacy.mode == "paper":
+        return ReshuffledBatches(records, config.batch_size, streams)
+    rows = None
+    if budget is not None and config.privacy.fixed_work:
+        mechanism = budget.plan.mechanism
+        rows = rows_for(records, mechanism.sample_rate, mechanism.overflow)
+    return PoissonBatches(records, config.batch_size, streams, rows)
 
 
 def _gradient_step(setup: Setup, budget: Budget | None) -> GradientStep:
@@ -427,9 +433,14 @@ def _guarantee(learners: Sequence[Accounted]) -> Any:
     weakest = max(found, key=lambda each: each.epsilon)
     told = {name: getattr(most, name) for name in ("epsilon_spent", "epsilon_others", "steps", "max_steps")}
     alone = max(each.epsilon_alone or 0.0 for each in found)
-    weakest = replace(weakest, **told, epsilon_alone=alone)
+    threat = min((each.threat_model for each in found), key=_covers_time)
+    weakest = replace(weakest, **told, epsilon_alone=alone, threat_model=threat)
     valid_if = "no record lies at two learners"
     return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}
+
+
+def _covers_time(threat_model: str) -> bool:
+    return threat_model == TIMED_THREAT_MODEL
 
 
 def _why_none(config: Config, learners: Sequence[Accounted]) -> str | None:

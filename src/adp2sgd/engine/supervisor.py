@@ -359,7 +359,7 @@ class Supervisor:
         seats = [asdict(seat) for seat in self.seats]
         facts = {"seed": self.setup.seed, "seconds": self.seconds, "seats": seats, "notes": self.notes}
         try:
-            with self.folder.replacing(SESSION) as part:
+            with self.folder.replacing(SESSION, private=True) as part:
                 part.write_text(to_json(facts), encoding="utf-8")
         except OSError as error:
             self.notes.append(f"{SESSION} could not be written ({error.strerror})")

@@ -44,13 +44,16 @@ class BookKeeping:
         named = dict(model.module.named_parameters())
         self.trained = {piece.name: named[piece.name] for piece in model.slices}
         self._recorded = {training: Recorded(self._sum) for training in (True, False)}
+        self._recorded_fixed = {training: Recorded(self._silent_sum) for training in (True, False)}
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
-        records = len(inputs) // self.copies
-        if records == 0 or not self.model.slices:
+        given = len(inputs) // self.copies
+        if given == 0 or not self.model.slices:
             zeros = torch.zeros_like(self.model.weights)
-            return Clipped(zeros, zeros.new_zeros(records))
+            return Clipped(zeros, zeros.new_zeros(given))
+        if records is not None:
+            return self._fixed(inputs, targets, clip_norm, records)
         rows = self._at_once * self.copies
         if len(inputs) <= rows:
             return self._piece(inputs, targets, clip_norm)
@@ -77,13 +80,19 @@ class BookKeeping:
     @property
     def _at_once(self) -> int:
         """Records of a pass: at most, or where `expected` is known, on a GPU, of every one."""
-        most = AT_ONCE[self.model.device.type]
-        most = min(self.piece or most, most)
         if self.expected is None or not on_gpu(self.model.device):
-            return most
-        room = self.expected + SPREAD * math.sqrt(self.expected)
-        share = room / math.ceil(room / most)
-        return min(most, math.ceil(share / PAD) * PAD)
+            return self._fitting
+        return self._share(self.expected + SPREAD * math.sqrt(self.expected))
+
+    @property
+    def _fitting(self) -> int:
+        most = AT_ONCE[self.model.device.type]
+        return min(self.piece or most, most)
+
+    def _share(self, room: float) -> int:
+        """Records of a pass, where few passes of one size have room for `room` records."""
+        share = room / math.ceil(room / self._fitting)
+        return min(self._fitting, math.ceil(share / PAD) * PAD)
 
     @property
     def most(self) -> int:
@@ -105,7 +114,8 @@ class BookKeeping:
         given = (inputs, targets, *self._scalars(clip_norm, records))
         if on_gpu(self.model.device):
             work = self._recorded[self.model.module.training] if self._repeatable else self._sum
-            total, norms = work(*self._padded(given))
+            missing = -records % PAD if self.expected is None else self._at_once - records
+            total, norms = work(*self._padded(given, missing))
             filled, norms = norms, norms[:records].clone()
             if bool(torch.isfinite(filled).all()):
                 return Clipped(total, norms)
@@ -122,8 +132,28 @@ class BookKeeping:
         norms[good] = again.norms
         return Clipped(again.total, norms)
 
-    def _sum(self, inputs: Tensor, targets: Tensor, clip_norm: Tensor, records: Tensor) -> tuple[Tensor, Tensor]:
-        """Clipped sum and norms of the first `records` records; the others only fill up the shape."""
+    def _fixed(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int) -> Clipped:
+        """Of the first `records` records, by passes that depend on neither their number nor any value."""
+        given, size = len(inputs) // self.copies, self._share(len(inputs) // self.copies)
+        gpu, rows = on_gpu(self.model.device), size * self.copies
+        work = self._recorded_fixed[self.model.module.training] if gpu and self._repeatable else self._silent_sum
+        total, norms = torch.zeros_like(self.model.weights, dtype=torch.float64), []
+        for start, x, y in zip(range(0, given, size), inputs.split(rows), targets.split(rows), strict=True):
+            counted = min(max(records - start, 0), len(x) // self.copies)
+            missing = size - len(x) // self.copies if gpu else 0
+            part, its_norms = work(*self._padded((x, y, *self._scalars(clip_norm, counted)), missing))
+            total += part
+            norms.append(its_norms.clone())
+        return Clipped(total, torch.cat(norms)[:given])
+
+    def _silent_sum(self, inputs: Tensor, targets: Tensor, clip_norm: Tensor, records: Tensor) -> tuple[Tensor, Tensor]:
+        return self._sum(inputs, targets, clip_norm, records, silent=True)
+
+    def _sum(
+        self, inputs: Tensor, targets: Tensor, clip_norm: Tensor, records: Tensor, *, silent: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Clipped sum and norms of the first `records` records; the others only fill up the shape. `silent`: those, and
+        records whose gradients are not finite, add nothing to the sum, which is finite then."""
         recording = self.record(inputs, targets)
         with torch.no_grad():
             measured = recording.finish()
@@ -132,7 +162,7 @@ class BookKeeping:
             room = clip_norm if measured.lost is None else (clip_norm - measured.lost).clamp(min=0)
             factors = clip_factors(effective_norms(measured), room, dtype)
             factors = factors * (torch.arange(len(factors), device=factors.device) < records)
-            parts = dict(recording.weighted(factors))
+            parts = dict(recording.weighted(factors, factors > 0 if silent else None))
             unused = (name for name in self.trained if name not in parts)
             parts |= {name: torch.zeros_like(self.trained[name]) for name in unused}
             return torch.cat([parts[name].reshape(-1) for name in self.trained]), norms
@@ -143,11 +173,9 @@ class BookKeeping:
         clip, count = move(both, self.model.device)
         return clip, count
 
-    def _padded(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The rows filled up with zeros, so that they have one of few shapes."""
+    def _padded(self, given: tuple[Tensor, ...], missing: int) -> tuple[Tensor, ...]:
+        """The rows filled up with zeros for `missing` records, so that they have one of few shapes."""
         inputs, targets, *scalars = given
-        records = len(inputs) // self.copies
-        missing = -records % PAD if self.expected is None else self._at_once - records
         inputs, targets = (torch.cat([t, t.new_zeros(missing * self.copies, *t.shape[1:])]) for t in (inputs, targets))
         return (self.laid_out(inputs), targets, *scalars)
 

@@ -78,17 +78,17 @@ class Automatic:
         self.chosen: Engine | None = None
         self.reason = ""
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """See `Engine.clipped_sum`."""
         if self.chosen is None:
             self.settle(inputs, targets)
         assert self.chosen is not None
         try:
-            return self.chosen.clipped_sum(inputs, targets, clip_norm)
+            return self.chosen.clipped_sum(inputs, targets, clip_norm, records)
         except UnsupportedError:  # its text may tell how many records were drawn
             self._say(self.loop, "the model takes a batch apart in a way that no rule covers")
             self.chosen = self.loop
-            return self.chosen.clipped_sum(inputs, targets, clip_norm)
+            return self.chosen.clipped_sum(inputs, targets, clip_norm, records)
 
     def settle(self, inputs: Tensor, targets: Tensor) -> None:
         """Choose at the present weights, for good."""

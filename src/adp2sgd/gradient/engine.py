@@ -21,10 +21,12 @@ class Clipped:
 class Engine(Protocol):
     """Built once for a `FlatModel` and a per-record loss; reads the model's current weights at each call."""
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """Guarantee: adding or removing one record moves `total` by at most `clip_norm` in L2 norm.
 
         A record whose gradient is not finite contributes zero. An empty batch gives zero. The model's `grad` vector
         is left untouched.
+        With `records` only the first so many records count. The others fill up the batch: they contribute zero whatever
+        their gradients are. The passes then depend neither on `records` nor on any value, and `norms` are of all.
         """
         ...

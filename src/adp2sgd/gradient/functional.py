@@ -23,7 +23,7 @@ class Functional:
         size = model.weights.numel() * model.weights.element_size()
         self.chunk = min(AT_ONCE[model.device.type], max(1, CHUNK_BYTES // max(1, 3 * size)))
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         dtype = self.model.weights.dtype
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
@@ -33,6 +33,8 @@ class Functional:
             gradients = self._gradients(inputs[start : start + rows], targets[start : start + rows])
             norms.append(finite_or_infinite(sum((squares(g) for g in gradients.values()), total.new_zeros(1)), dtype))
             factors = clip_factors(norms[-1], clip_norm, dtype)
+            if records is not None:
+                factors = factors * (torch.arange(len(factors), device=factors.device) < records - start // self.copies)
             views = self.model.named_views(total)
             for name, gradient in gradients.items():
                 safe = torch.where(_along(factors, gradient) > 0, gradient, torch.zeros_like(gradient))

@@ -17,17 +17,19 @@ class Loop:
     def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1) -> None:
         self.model, self.loss, self.copies = model, loss, copies
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         dtype = self.model.weights.dtype
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
-        norms = []
+        norms: list[Tensor] = []
         for start in range(0, len(inputs), self.copies):
+            counts = records is None or len(norms) < records
             gradient = self.gradient(inputs[start : start + self.copies], targets[start : start + self.copies])
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-            norms.append(norm.where(torch.isfinite(norm), torch.full_like(norm, float("inf"))))
-            if torch.isfinite(norm):
-                total.add_(gradient, alpha=float(clip_factors(norm, clip_norm, dtype)))
+            finite = torch.isfinite(norm)
+            norms.append(norm.where(finite, torch.full_like(norm, float("inf"))))
+            safe = torch.where(finite & counts, gradient, torch.zeros_like(gradient))  # no NaN · 0, and no branch
+            total.add_(safe, alpha=float(clip_factors(norm, clip_norm, dtype)))
         return Clipped(total, torch.stack(norms).to(dtype) if norms else self.model.weights.new_zeros(0))
 
     def gradient(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from adp2sgd.device import Recorded, laid_out, repeatable
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.engine import Engine
+from adp2sgd.gradient.engine import Clipped, Engine
 from adp2sgd.privacy.noise import NoiseSource
 from adp2sgd.task import Loss
 
@@ -39,12 +39,19 @@ class GradientStep(Protocol):
     """Turns a batch into a gradient at the model's current weights. Owns `vector` until the next call."""
 
     def __call__(
-        self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource
+        self,
+        model: FlatModel,
+        inputs: Tensor,
+        targets: Tensor,
+        expected: float,
+        noise: NoiseSource,
+        records: int | None = None,
     ) -> Gradient:
-        """`expected`: the expected batch size, which the sum is divided by."""
+        """`expected`: the expected batch size, which the sum is divided by. `records`: only so many of the first
+        records count, and the others fill up a step of fixed work (private steps alone have such)."""
         ...
 
-    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> None:
+    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor, records: int | None = None) -> None:
         """The passes alone, with nothing kept of them: kernels are chosen and recorded before a step counts."""
         ...
 
@@ -68,7 +75,13 @@ class PlainStep:
         self._recorded: tuple[FlatModel, Callable[[Tensor, Tensor], None]] | None = None
 
     def __call__(
-        self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource
+        self,
+        model: FlatModel,
+        inputs: Tensor,
+        targets: Tensor,
+        expected: float,
+        noise: NoiseSource,
+        records: int | None = None,
     ) -> Gradient:
         before = model.buffers.clone() if len(model.buffers) else None
         self.rehearse(model, inputs, targets)
@@ -79,7 +92,7 @@ class PlainStep:
             noise.add_normal(model.grad, self._sigma)
         return Gradient(model.grad.div_(expected), None if before is None else model.buffers - before)
 
-    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> None:
+    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor, records: int | None = None) -> None:
         """The sum of the records' gradients, into `model.grad`."""
         if self._recorded is None or self._recorded[0] is not model:
             work = partial(self._sum, model, self._network(model.module))
@@ -145,16 +158,30 @@ class PrivateStep:
         self._noise_multiplier = noise_multiplier
         self._adaptation = adaptation
 
-    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor) -> None:
+    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor, records: int | None = None) -> None:
         model.module.train()
-        self._engine.clipped_sum(inputs, targets, self.clip_norm)
+        self._clipped(inputs, targets, records)
 
     def __call__(
-        self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource
+        self,
+        model: FlatModel,
+        inputs: Tensor,
+        targets: Tensor,
+        expected: float,
+        noise: NoiseSource,
+        records: int | None = None,
     ) -> Gradient:
         model.module.train()  # an evaluation may have left it otherwise; the refusals were checked in this mode
-        clipped = self._engine.clipped_sum(inputs, targets, self.clip_norm)
+        clipped = self._clipped(inputs, targets, records)
         noise.add_normal(clipped.total, self._noise_multiplier * self.clip_norm, out=model.grad, divisor=expected)
         if self._adaptation is not None:
             self.clip_norm = self._adaptation.next(self.clip_norm, clipped.norms, expected, noise)
         return Gradient(model.grad)
+
+    def _clipped(self, inputs: Tensor, targets: Tensor, records: int | None) -> Clipped:
+        if records is None:
+            return self._engine.clipped_sum(inputs, targets, self.clip_norm)
+        found = self._engine.clipped_sum(inputs, targets, self.clip_norm, records)
+        # What fills up the batch is counted neither above nor below the clip norm.
+        counted = torch.arange(len(found.norms), device=found.norms.device) < records
+        return Clipped(found.total, torch.where(counted, found.norms.double(), self.clip_norm))

@@ -62,12 +62,15 @@ class Recording(TorchFunctionMode):
             return Measured(self.token.detach().new_zeros(self.n, dtype=torch.float64))
         return together(self.measured)
 
-    def weighted(self, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The weighted sum of the records' gradients, parameter by parameter; what was recorded is let go."""
+    def weighted(self, factors: Tensor, counted: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The weighted sum of the records' gradients, parameter by parameter; what was recorded is let go. Those that
+        are not `counted` [n] add nothing, even where their gradients are not finite."""
         if self.joined:
+            rules.silence(self.joined.kept, counted)
             yield from self.joined.weighted(factors).items()
         while self.uses:
             name, use = self.uses.popitem()
+            rules.silence(use, counted)
             yield name, use.weighted(factors)
 
     def used(self, name: str) -> rules.Use | None:

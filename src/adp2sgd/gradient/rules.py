@@ -7,7 +7,7 @@ itself ("per-record") or from Gram matrices that never form it ("ghost"), whiche
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -243,6 +243,21 @@ def settle(use: Use, keep_bytes: int) -> Use:
     """What to hold for norm and sum: the per-record gradients if these are formed and not large, else the use."""
     formed = use.rule == "per-record" and use.formed <= max(keep_bytes, use.held)
     return Kept(use.per_record()) if formed and not isinstance(use, Kept) else use
+
+
+def silence(use: Any, counted: Tensor | None) -> None:
+    """Zeros in place of what was recorded of records that are not `counted` [n], by the same work whoever they are: a
+    factor of 0 would leave a NaN a NaN."""
+    if counted is None:
+        return
+    for name in ("gradients", "inputs", "outputs"):
+        recorded = getattr(use, name, None)
+        if recorded is not None:
+            rows = counted.repeat_interleave(len(recorded) // len(counted)).view(-1, *[1] * (recorded.dim() - 1))
+            setattr(use, name, torch.where(rows, recorded, torch.zeros_like(recorded)))
+    for name in ("use", "table", "head"):
+        if hasattr(use, name):
+            silence(getattr(use, name), counted)
 
 
 class Joined:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adp2sgd.errors import ConfigError, PrivacyError
+from adp2sgd.privacy.fixed_work import cost
 from adp2sgd.privacy.loss import BEYOND, Part, TooLongError, epsilon_on_grids, log_ratio
 from adp2sgd.privacy.mechanism import Composed, Mechanism, SampledGaussian
 
@@ -52,7 +53,25 @@ def epsilon(
         raise PrivacyError(f"{mechanism!r} cannot be accounted; only SampledGaussian and Composed can")
     if accountant == "rdp" and adjacency != ADD_REMOVE:
         raise PrivacyError(f"accountant = 'rdp' has no {adjacency} bound for sampled batches; use accountant = 'pld'")
-    return _ACCOUNTANTS[accountant](_parts(mechanism, int(steps)), check_delta(delta), adjacency)
+    parts, answer = _parts(mechanism, int(steps)), _ACCOUNTANTS[accountant]
+    return _with_cuts(lambda left: answer(parts, left, adjacency), check_delta(delta), mechanism.overflow * int(steps))
+
+
+def _with_cuts(answer: Callable[[float], Spent], delta: float, overflow: float) -> Spent:
+    """The least ε for which `answer`'s δ and the cost of batches that were cut (see `fixed_work`) fit into `delta`.
+
+    Guarantee: answer(delta − cost(ε, overflow)) is at most ε; infinite where there is no such ε.
+    """
+    found = answer(delta)
+    if not overflow:
+        return found
+    while (left := delta - cost(found.epsilon, overflow)) > 0:
+        after = answer(left)
+        if after.epsilon <= found.epsilon:  # then it holds for the smaller one too: the cost grows with ε
+            return replace(after, delta=delta)
+        found = replace(after, epsilon=after.epsilon * (1 + 1e-4))
+    note = f"batches that were cut for fixed_work exceed δ = {delta:g}; a larger δ has a finite ε"
+    return replace(found, epsilon=math.inf, delta=delta, note=note)
 
 
 def most_pld_steps(delta: float) -> int:

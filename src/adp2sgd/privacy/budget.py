@@ -14,7 +14,7 @@ from typing import Any
 from adp2sgd import config
 from adp2sgd.errors import LedgerError, PrivacyError
 from adp2sgd.privacy.ledger import Ledger, Mark, require
-from adp2sgd.privacy.mechanism import Guarantee
+from adp2sgd.privacy.mechanism import THREAT_MODEL, TIMED_THREAT_MODEL, Composed, Guarantee
 from adp2sgd.privacy.plan import Kept, Plan, plan, read_plan, write_plan
 from adp2sgd.privacy.policy import Policy
 
@@ -146,8 +146,14 @@ class Budget:
             composition=policy.composition,
             epsilon_alone=self.plan.alone(),
             epsilon_others=self.plan.spent_after(0).epsilon,
+            threat_model=TIMED_THREAT_MODEL if self._timed else THREAT_MODEL,
             note=promised.note,
         )
+
+    @property
+    def _timed(self) -> bool:
+        """Whether no step that the data set has spent, or may spend, took a time that depends on its batch."""
+        return Composed((*self.plan.before.parts, (self.plan.mechanism, self.plan.max_steps))).timed
 
     def figures(self) -> dict[str, Any]:
         """What a result says of one learner."""

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from adp2sgd.errors import LedgerError, PrivacyError
+from adp2sgd.files import owner_only
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 from adp2sgd.privacy.policy import Policy, parse
 
@@ -332,7 +333,7 @@ def _create(path: Path, header: dict[str, Any]) -> None:
         raise LedgerError(f"block = {header['block']} reserves nothing; use at least 1 step")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(draft, "xb") as file:
+        with open(draft, "xb", opener=owner_only) as file:
             file.write(_encode(header, "", 0))
             file.flush()
             os.fsync(file.fileno())

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from adp2sgd.errors import PrivacyError
 
 POISSON = "poisson"
 THREAT_MODEL = (
     "any neighbour, even all of them together, even malicious (by weights made to amplify rounding: only with "
-    'engine = "loop"), who sees every model that the learner sends and knows when it trains'
+    'engine = "loop"), who sees every model that the learner sends and counts its steps; an observer who measures how '
+    "long steps take is not covered (privacy.fixed_work = true covers it)"
+)
+TIMED_THREAT_MODEL = (
+    "any neighbour, even all of them together, even malicious (by weights made to amplify rounding: only with "
+    'engine = "loop"), who sees every model that the learner sends, counts its steps and measures how long they take'
 )
 
 
@@ -22,11 +27,15 @@ class SampledGaussian:
 
     `sample_rate` is each record's chance to be in the batch, fixed and public. Only the "poisson" sampler amplifies
     privacy; any other is accounted as if every record took part in every step.
+
+    `overflow`: where all steps do the same work, at least the probability that a batch is too large for it and is cut
+    (see `fixed_work`). 0: no batch is ever cut, and the time of a step depends on its batch.
     """
 
     noise_multiplier: float
     sample_rate: float
     sampler: str = POISSON
+    overflow: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier > 0):
@@ -38,6 +47,8 @@ class SampledGaussian:
                 f"sample_rate = {self.sample_rate} is no probability in (0, 1]; it is the expected batch over the "
                 "learner's own shard, so lower batch_size or use fewer learners"
             )
+        if not 0 <= self.overflow < 1:
+            raise PrivacyError(f"overflow = {self.overflow} is no probability below 1; use 0 where no batch is cut")
 
     @property
     def accounted_rate(self) -> float:
@@ -57,6 +68,20 @@ class Composed:
                 raise PrivacyError(f"{mechanism!r} cannot be accounted; only SampledGaussian can")
             if count < 0:
                 raise PrivacyError(f"count = {count} is negative; use how often the mechanism ran")
+
+    @property
+    def overflow(self) -> float:
+        """At least the probability that any batch of all these was cut."""
+        return sum(count * mechanism.overflow for mechanism, count in self.parts)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the work of every step was independent of its batch."""
+        return all(mechanism.overflow > 0 for mechanism, count in self.parts if count)
+
+    def uncut(self) -> Composed:
+        """The same, as if no batch had been cut."""
+        return Composed(tuple((replace(mechanism, overflow=0.0), count) for mechanism, count in self.parts))
 
 
 Mechanism = SampledGaussian | Composed

@@ -110,12 +110,16 @@ class NoiseSource:
 
     def bernoulli(self, n: int, rate: float) -> Tensor:
         """The indices of a Poisson batch: each of 0 … n-1 on its own with probability `rate`, to within 2^-64."""
+        return torch.nonzero(self.members(n, rate)).view(-1)
+
+    def members(self, n: int, rate: float) -> Tensor:
+        """Which of 0 … n-1 are in such a batch, as n booleans."""
         if not 0 <= rate <= 1:
             raise PrivacyError(f"sample_rate = {rate} is no probability; lower batch_size to at most the shard's size")
         if rate == 1:
-            return torch.arange(n)
+            return torch.ones(n, dtype=torch.bool)
         threshold = int(rate * 2.0**64) - 2**63  # exact: a float times a power of two
-        return torch.nonzero(self._words(n) < threshold).view(-1)
+        return self._words(n) < threshold
 
     def permutation(self, n: int) -> Tensor:
         """A uniform order of 0 … n-1, for the reshuffled batches of paper mode."""

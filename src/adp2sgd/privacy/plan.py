@@ -14,6 +14,7 @@ from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
 from adp2sgd.files import replacing
 from adp2sgd.privacy.accountant import Spent, epsilon
 from adp2sgd.privacy.calibrate import noise_for, steps_for
+from adp2sgd.privacy.fixed_work import SHARE, overflow_for
 from adp2sgd.privacy.ledger import Mark
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian, beside_count
 from adp2sgd.privacy.policy import FixedPlan, Policy, RenyiFilter, filter_for, parse
@@ -80,6 +81,7 @@ def plan(
     rate, cap = batch_size / records, math.ceil(planned_steps * privacy.headroom)
     if policy is not None:
         _check_agreement(privacy, policy)
+        _check_fixed_work(privacy, policy)
     else:
         lasting = privacy.ledger is not None and privacy.runs != 1
         policy = (_first_filter if lasting else _first_fixed)(privacy, rate, cap)
@@ -114,18 +116,40 @@ def _check_agreement(privacy: config.Privacy, policy: Policy) -> None:
             )
 
 
+def _check_fixed_work(privacy: config.Privacy, policy: Policy) -> None:
+    """Cut batches cost a part of δ, which the policy sets aside before the first step, or does not."""
+    cuts = policy.mechanism.overflow if isinstance(policy, FixedPlan) else policy.overflow
+    if privacy.fixed_work and not cuts:
+        raise PrivacyError(
+            "privacy.fixed_work = true needs a ledger that was begun with it: its cut batches cost a part of delta, "
+            "which this ledger's policy does not set aside; leave it out, or use other records"
+        )
+    if not privacy.fixed_work and cuts and isinstance(policy, FixedPlan):
+        raise PrivacyError("privacy.fixed_work is false, but the ledger allows steps of fixed work alone; set it")
+
+
 def _first_fixed(privacy: config.Privacy, rate: float, cap: int) -> FixedPlan:
-    goal: dict[str, Any] = {"delta": privacy.delta, "sample_rate": rate, "adjacency": privacy.adjacency}
+    assert privacy.delta is not None
+    left = privacy.delta * (1 - 2 * SHARE) if privacy.fixed_work else privacy.delta  # the rest is for cut batches
+    goal: dict[str, Any] = {"delta": left, "sample_rate": rate, "adjacency": privacy.adjacency}
     noise, target = privacy.noise_multiplier, privacy.epsilon
     if noise is None:
         assert target is not None
         noise = noise_for(epsilon=target, steps=cap, **goal)
     elif target is not None:
         cap = steps_for(epsilon=target, noise_multiplier=noise, **goal)
-    assert privacy.delta is not None
     mechanism = SampledGaussian(noise, rate)
+    if privacy.fixed_work:
+        reached = epsilon(mechanism, cap, left, "pld", privacy.adjacency).epsilon if target is None else target
+        mechanism = replace(mechanism, overflow=overflow_for(reached, privacy.delta, max(cap, 1)))
+    promised = epsilon(mechanism, cap, privacy.delta, "pld", privacy.adjacency).epsilon if target is None else target
+    if not math.isfinite(promised):
+        raise PrivacyError(
+            f"noise_multiplier = {noise} gives no guarantee with fixed_work after {cap} steps: ε is so large that cut "
+            f"batches exceed privacy.delta = {privacy.delta:g}; raise one"
+        )
     return FixedPlan(
-        epsilon=epsilon(mechanism, cap, privacy.delta, "pld", privacy.adjacency).epsilon if target is None else target,
+        epsilon=promised,
         delta=privacy.delta,
         adjacency=privacy.adjacency,
         mechanism=mechanism,
@@ -147,13 +171,15 @@ def _first_filter(privacy: config.Privacy, rate: float, cap: int) -> RenyiFilter
         rate=rate,
         noise=privacy.noise_multiplier,
         steps=cap * (privacy.runs or 1),
+        fixed_work=privacy.fixed_work,
     )
 
 
 def _within_fixed(
     privacy: config.Privacy, policy: FixedPlan, rate: float, cap: int, before: Composed
 ) -> tuple[SampledGaussian, int]:
-    mechanism = SampledGaussian(privacy.noise_multiplier or policy.mechanism.noise_multiplier, rate)
+    own = policy.mechanism
+    mechanism = SampledGaussian(privacy.noise_multiplier or own.noise_multiplier, rate, overflow=own.overflow)
     return mechanism, _capped(privacy, cap, policy.room(before, mechanism, privacy.epsilon))
 
 
@@ -170,6 +196,8 @@ def _within_filter(
     left = min(left, policy.allowance() / (privacy.runs or 1))
     noise = privacy.noise_multiplier
     mechanism = SampledGaussian(policy.noise_within(left, rate, cap) if noise is None else noise, rate)
+    if privacy.fixed_work:
+        mechanism = replace(mechanism, overflow=policy.overflow_within(cap))
     room = min(policy.steps_within(left, mechanism), policy.room(before, mechanism, privacy.epsilon))
     return mechanism, _capped(privacy, cap, room)
 
@@ -193,7 +221,7 @@ def write_plan(path: Path, kept: Kept) -> None:
     # A ledger beside the plan is named without its folder, so that a run can be moved as a whole.
     name = kept.ledger.name if kept.ledger.parent == path.parent else str(kept.ledger.absolute())
     fixed = {**asdict(kept.plan), "policy": kept.plan.policy.entry()}
-    with replacing(path) as part:
+    with replacing(path, private=True) as part:
         part.write_text(json.dumps({"ledger": name, "mark": asdict(kept.mark), **fixed}), encoding="utf-8")
 
 

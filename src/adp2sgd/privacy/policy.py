@@ -15,6 +15,10 @@ neighbouring data sets given all that came before, and divergence ρ_t at order 
 M_t = Π (p_s/q_s)^α · exp(−(α−1) Σ ρ_s) is a supermartingale with M_0 = 1, because ρ_t is known before step t is drawn.
 Since Σ ρ_s ≤ ρ always holds, E[Π (p_s/q_s)^α] ≤ exp((α−1) ρ): all runs together have divergence ρ at order α. The
 proof needs constants α and ρ. An order chosen afterwards, or an ε raised afterwards, is not covered.
+
+Cut batches (`fixed_work`) cost (1 + e^ε) times the probability that any batch is cut. That probability is at most the
+sum of the steps' `overflow`, whatever was chosen when, as long as the sum stays within a constant: the policy's. The
+part of δ that this costs is set aside before the first step.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ from adp2sgd.errors import LedgerError, PrivacyError
 from adp2sgd.privacy import accountant
 from adp2sgd.privacy.accountant import Spent, renyi
 from adp2sgd.privacy.calibrate import MOST_NOISE, least_noise, steps_for
+from adp2sgd.privacy.fixed_work import SHARE, cost, overflow_for
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 
+RUNS = 1000  # of fixed work that a filter has room for: a run's rows depend on the logarithm of its part alone
 FEW = 8  # mechanisms whose loss distributions are composed to tell what a fixed plan would have cost
 
 
@@ -68,9 +74,10 @@ class FixedPlan:
         return max(0, most - dict(spent.parts).get(own, 0))
 
     def _steps_for(self, epsilon: float) -> int:
+        left = self.delta * (1 - 2 * SHARE) if self.mechanism.overflow else self.delta  # the rest is for cut batches
         return steps_for(
             epsilon=epsilon,
-            delta=self.delta,
+            delta=left,
             sample_rate=self.mechanism.sample_rate,
             noise_multiplier=self.mechanism.noise_multiplier,
             adjacency=self.adjacency,
@@ -79,7 +86,7 @@ class FixedPlan:
     def entry(self) -> dict[str, Any]:
         """For a line of the ledger, which is short."""
         own = self.mechanism
-        fixed = [own.noise_multiplier, own.sample_rate, own.sampler]
+        fixed = [own.noise_multiplier, own.sample_rate, own.sampler, *([own.overflow] if own.overflow else [])]
         return {**_common(self), "mechanism": fixed, "steps": self.steps}
 
 
@@ -92,6 +99,7 @@ class RenyiFilter:
     delta: float
     adjacency: str
     order: float
+    overflow: float = 0.0  # the probability that any batch of any run is cut, at most
 
     @property
     def composition(self) -> str:
@@ -99,7 +107,7 @@ class RenyiFilter:
 
     def allowance(self, epsilon: float | None = None) -> float:
         """ρ: the divergence that is worth the policy's ε, or `epsilon` where that is smaller. It may be negative."""
-        return min(self.epsilon, self.epsilon if epsilon is None else epsilon) - conversion(self.order, self.delta)
+        return min(self.epsilon, self.epsilon if epsilon is None else epsilon) - self._conversion
 
     def divergence(self, steps: Composed) -> float:
         return math.fsum(count * renyi(mechanism, self.order, self.adjacency) for mechanism, count in steps.parts)
@@ -107,7 +115,7 @@ class RenyiFilter:
     def spent(self, steps: Composed) -> Spent:
         """ε of `steps` at the policy's order; 0 where there are none."""
         taken = sum(count for _, count in steps.parts)
-        value = max(0.0, self.divergence(steps) + conversion(self.order, self.delta)) if taken else 0.0
+        value = max(0.0, self.divergence(steps) + self._conversion) if taken else 0.0
         return Spent(epsilon=value, delta=self.delta, accountant="rdp", adjacency=self.adjacency)
 
     def promised(self) -> Spent:
@@ -118,7 +126,18 @@ class RenyiFilter:
         """Further steps that may follow `spent`; a smaller `epsilon` than the policy's allows fewer."""
         others = Composed(tuple(part for part in spent.parts if part[0] != mechanism))
         most = self.steps_within(self.allowance(epsilon) - self.divergence(others), mechanism)
+        if mechanism.overflow:
+            most = min(most, math.floor((self.overflow - others.overflow) / mechanism.overflow))
         return max(0, most - dict(spent.parts).get(mechanism, 0))
+
+    @property
+    def _conversion(self) -> float:
+        """With what cut batches may cost of δ set aside."""
+        return conversion(self.order, self.delta - cost(self.epsilon, self.overflow))
+
+    def overflow_within(self, steps: int) -> float:
+        """The probability, per step, that a batch may be cut in a run of `steps` steps, one of RUNS."""
+        return float(f"{0.99 * self.overflow / RUNS / steps:.2e}")  # few digits, for the ledger; never rounded up
 
     def steps_within(self, divergence: float, mechanism: SampledGaussian) -> int:
         """The most steps of `mechanism` whose divergences add up to at most `divergence`."""
@@ -143,7 +162,7 @@ class RenyiFilter:
 
     def entry(self) -> dict[str, Any]:
         """For a line of the ledger."""
-        return {**_common(self), "order": self.order}
+        return {**_common(self), "order": self.order, **({"overflow": self.overflow} if self.overflow else {})}
 
 
 Policy = FixedPlan | RenyiFilter
@@ -162,9 +181,10 @@ def conversion(order: float, delta: float) -> float:
 
 
 def filter_for(
-    epsilon: float, delta: float, adjacency: str, *, rate: float, noise: float | None, steps: int
-) -> RenyiFilter:
-    """The filter whose order serves runs like the first one best.
+    epsilon: float, delta: float, adjacency: str, *, rate: float, noise: float | None, steps: int,
+    fixed_work: bool = False,
+) -> RenyiFilter:  # fmt: skip
+    """The filter whose order serves runs like the first one best; with `fixed_work` it sets a part of δ aside.
 
     With `noise`: ε then allows the most steps. Without: `steps` steps in all then need the least noise.
     """
@@ -179,12 +199,14 @@ def filter_for(
     def worth(order: float) -> float:
         return (epsilon - conversion(order, delta)) / renyi(mechanism, order, adjacency)
 
-    return RenyiFilter(epsilon=epsilon, delta=delta, adjacency=adjacency, order=max(_orders(), key=worth))
+    cuts = overflow_for(epsilon, delta, 1) if fixed_work else 0.0
+    order = max(_orders(), key=worth)
+    return RenyiFilter(epsilon=epsilon, delta=delta, adjacency=adjacency, order=order, overflow=cuts)
 
 
 def if_fixed(steps: Composed, delta: float, adjacency: str) -> Spent:
     """ε of `steps` had all of them been fixed before the first one: by PLD, or by RDP where the mechanisms are many."""
-    if len(steps.parts) <= FEW or adjacency not in accountant.ADJACENCIES:
+    if len(steps.parts) <= FEW or steps.overflow or adjacency not in accountant.ADJACENCIES:
         return accountant.epsilon(steps, 1, delta, "pld", adjacency)
     value = at_best_order(steps, accountant.check_delta(delta), adjacency, every=4)
     note = f"{len(steps.parts)} mechanisms are many for PLD, so RDP answers"
