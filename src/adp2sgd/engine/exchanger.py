@@ -30,7 +30,7 @@ class Place:
 
     learner: int
     start: int
-    token: str
+    mail: str  # the folder of the run's sockets
     descriptors: list[int]
 
     @property
@@ -61,6 +61,7 @@ class Exchanger(threading.Thread):
         super().__init__(name="exchange", daemon=True)
         self.go, self.over, self.reached = threading.Event(), threading.Event(), threading.Event()
         self.wake = threading.Event()  # set with `over` or `reached`
+        self.stranded = threading.Event()  # SYNC: set when another learner was lost
         self.zero = time.monotonic()
         self.seam = threading.RLock()  # held while what `snapshot` and `counts` give is replaced
         layout = Layout(len(learner.state), learner.state.dtype)
@@ -220,6 +221,8 @@ class Exchanger(threading.Thread):
             self.zero = note["zero"]
             self.go.set()
         elif note["do"] == "over":
+            if note.get("lost"):
+                self.stranded.set()
             self.over.set()
             self.wake.set()
             self.go.set()

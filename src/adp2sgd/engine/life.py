@@ -24,8 +24,8 @@ WORKERS: dict[str, type[Worker]] = {"adpsgd": Worker, "sync": SyncWorker}
 
 def live(order: dict[str, Any]) -> int:
     """The life of learner `order["learner"]`. Returns the exit code of its process."""
-    place = Place(**{name: order[name] for name in ("learner", "start", "token", "descriptors")})
-    post = Post(place.token, str(place.learner))
+    place = Place(**{name: order[name] for name in ("learner", "start", "mail", "descriptors")})
+    post = Post(place.mail, str(place.learner))
     try:
         folder = Folder.open(order["folder"])
         config = on_device(folder.settings, place.learner)
