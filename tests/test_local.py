@@ -389,6 +389,17 @@ def test_case_2_real_and_simulated_side_by_side(tmp_path: Path) -> None:
     assert run.overshoot <= 8  # learners hear of the last steps with their exchanges: usually at most one each
 
 
+@pytest.mark.processes
+def test_exchanges_shorter_than_half_a_step_mix_before_the_descent() -> None:
+    """Steps of 200 ms that sleep, beside exchanges of three numbers, which take some milliseconds."""
+    settings = SLEEPY.replace(epochs=4, speeds=Speeds(step_s=0.2, pad=True), topology=Topology(graph="complete"))
+    run = train(settings)
+    initiated = sum(each.initiated for each in run.learners)
+    assert initiated >= 25  # of 100 steps: two learners that ask each other at once are both busy
+    assert sum(each.mixed_before for each in run.learners) >= 0.9 * initiated
+    assert 2 * initiated == sum(each.exchanges for each in run.learners)
+
+
 @pytest.mark.parametrize("algorithm", ["adpsgd", "sync"])
 def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) -> None:
     settings = Config(

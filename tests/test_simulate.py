@@ -244,6 +244,17 @@ def test_equal_speeds_make_everybodys_gradients_equally_stale(quadratic_config: 
     assert simulate(quadratic_config.replace(algorithm="sync")).learners[2].staleness_max == 0
 
 
+@pytest.mark.parametrize(("latency_s", "share"), [(0.0, 1.0), (0.2, 0.0)])
+def test_a_free_network_mixes_before_the_descent_and_a_slow_one_after(
+    latency_s: float, share: float, quadratic_config: Config
+) -> None:
+    run = simulate(quadratic_config.replace(network=Network(latency_s=latency_s)))
+    for each in run.learners:
+        assert each.initiated > 0
+        assert each.mixed_before == share * each.initiated
+    assert 2 * sum(each.initiated for each in run.learners) == sum(each.exchanges for each in run.learners)
+
+
 @pytest.mark.parametrize("partner", config.PARTNERS)
 @pytest.mark.parametrize("learners", [2, 3, 5, 8])
 def test_a_slow_network_neither_locks_nor_loses_anything(learners: int, partner: str, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def _pack_member(member: Member, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "progress": to_rows(learner.progress.counts()),
         "tally": asdict(member.exchange.tally),
         "number": member.exchange.number,
+        "step": member.exchange.step,
         "current": None if member.exchange.current is None else _pack_event(member.exchange.current, tensors),
     }
 
@@ -109,6 +110,7 @@ def _unpack_member(member: Member, kept: dict[str, Any], tensors: dict[str, Tens
         setattr(member, name, kept[name])
     member.exchange.tally = Tally(**kept["tally"])
     member.exchange.number = kept["number"]
+    member.exchange.step = kept["step"]
     current = None if kept["current"] is None else _unpack_event(kept["current"], tensors)
     assert current is None or isinstance(current, Message)
     member.exchange.current = current

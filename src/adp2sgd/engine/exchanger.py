@@ -77,7 +77,7 @@ class Exchanger(threading.Thread):
         self._target_steps = target_steps
         self._report = report
         self._counts = counts or learner.progress.counts
-        self._wanted: tuple[type[Message], int] | None = None
+        self._wanted: tuple[type[Message], int, int] | None = None  # what, of whom, at which own step
         self._news = False
         self._closing = False
         self._idle = threading.Event()
@@ -93,13 +93,13 @@ class Exchanger(threading.Thread):
 
     def want(self, partner: int) -> None:
         """Exchange with `partner` soon, unless an exchange is under way. Returns at once."""
-        self._wanted = (Request, partner)
+        self._wanted = (Request, partner, self._learner.steps)
         os.eventfd_write(self._bell, 1)
 
     def fetch(self, partner: int) -> bool:
         """Wait for the partner's model and take it over; False if it does not give one. For before training."""
         self._idle.clear()
-        self._wanted = (Copy, partner)
+        self._wanted = (Copy, partner, 0)
         os.eventfd_write(self._bell, 1)
         self._idle.wait(2 * self.deadline_s)
         return not self.exchange.lost
@@ -152,8 +152,8 @@ class Exchanger(threading.Thread):
             self._tell_everybody()
         if wanted is None or self._closing or not self._outbox.free:
             return
-        kind, partner = wanted
-        message = self.exchange.ask(partner) if kind is Request else self.exchange.catch_up(partner)
+        kind, partner, step = wanted
+        message = self.exchange.ask(partner, step) if kind is Request else self.exchange.catch_up(partner)
         if message is not None and not self._post.send(str(partner), encode(message)):
             self.exchange.expire()  # nobody is there
             self._idle.set()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from adp2sgd.config import Config
+from adp2sgd.device import keep_large_blocks
 from adp2sgd.engine.allreduce import SyncWorker
 from adp2sgd.engine.exchanger import Place
 from adp2sgd.engine.setup import prepare
@@ -32,7 +33,9 @@ def live(order: dict[str, Any]) -> int:
         sys.setswitchinterval(SWITCH_S)
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.learners))
         setup = prepare(config, order["seed"])
-        WORKERS[config.algorithm](setup, folder, place, post, order).live()
+        worker = WORKERS[config.algorithm](setup, folder, place, post, order)
+        keep_large_blocks()
+        worker.live()
     except Adp2sgdError as error:
         last_words(post, {**who(place), "state": "failed", "error": str(error), "kind": type(error).__name__})
         return FAILED

@@ -242,6 +242,8 @@ class Simulation:
             staleness_mean=member.staleness_total / max(1, learner.steps),
             staleness_max=member.staleness_max,
             exchanges=tally.completed,
+            initiated=tally.initiated,
+            mixed_before=tally.mixed_before,
             busy=tally.busy,
             unconfirmed=tally.unconfirmed,
             bytes_sent=tally.bytes_sent,

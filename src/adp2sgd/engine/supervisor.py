@@ -28,7 +28,10 @@ from adp2sgd.record import Folder
 
 SESSION = "session.json"  # what `--resume` needs beside the learners' checkpoints
 TICK_S = 0.05
-SUMMED = ("steps", "staleness_total", "exchanges", "busy", "expired", "unconfirmed", "halves", "bytes_sent")
+SUMMED = (
+    "steps", "staleness_total", "exchanges", "initiated", "mixed_before", "busy", "expired", "unconfirmed", "halves",
+    "bytes_sent",
+)  # fmt: skip
 ERRORS: dict[str, type[Exception]] = {"DivergedError": DivergedError, "PrivacyError": PrivacyError}
 
 
