@@ -250,8 +250,8 @@ def test_a_free_network_mixes_before_the_descent_and_a_slow_one_after(
 ) -> None:
     jitter = Speeds(kind="log-normal")  # else all ask at once, and all are busy
     run = simulate(quadratic_config.replace(network=Network(latency_s=latency_s), speeds=jitter))
+    assert sum(each.initiated for each in run.learners) > 10
     for each in run.learners:
-        assert each.initiated > 0
         assert each.mixed_before == share * each.initiated
     assert 2 * sum(each.initiated for each in run.learners) == sum(each.exchanges for each in run.learners)
 
