@@ -400,6 +400,17 @@ def test_exchanges_shorter_than_half_a_step_mix_before_the_descent() -> None:
     assert 2 * initiated == sum(each.exchanges for each in run.learners)
 
 
+@pytest.mark.processes
+def test_a_step_starts_several_exchanges_where_the_link_allows() -> None:
+    """Steps of 200 ms that sleep, beside exchanges of some milliseconds; learner 0 starts all of them."""
+    topology = Topology(partner="sender-receiver", exchanges=4)
+    run = train(SLEEPY.replace(learners=2, epochs=1.2, speeds=Speeds(step_s=0.2, pad=True), topology=topology))
+    first, second = run.learners
+    assert second.initiated == 0
+    assert 3.5 * first.steps <= first.initiated <= 4 * (first.steps + 1)  # the last step may be dropped
+    assert first.mixed_before >= 0.9 * first.initiated
+
+
 @pytest.mark.parametrize("algorithm", ["adpsgd", "sync"])
 def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) -> None:
     settings = Config(

@@ -86,6 +86,8 @@ def _pack_member(member: Member, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "steps": learner.steps,
         "clip_norm": learner.clip_norm,
         "turns": member.turns,
+        "partners": member.partners,
+        "wanted_at": member.wanted_at,
         "read_at": member.read_at,
         "staleness_total": member.staleness_total,
         "staleness_max": member.staleness_max,
@@ -106,7 +108,7 @@ def _unpack_member(member: Member, kept: dict[str, Any], tensors: dict[str, Tens
     learner.clip_norm = kept.get("clip_norm")
     learner.resume_at(kept["steps"])
     learner.progress.restore(from_rows(kept["progress"]))
-    for name in ("turns", "read_at", "staleness_total", "staleness_max"):
+    for name in ("turns", "partners", "wanted_at", "read_at", "staleness_total", "staleness_max"):
         setattr(member, name, kept[name])
     member.exchange.tally = Tally(**kept["tally"])
     member.exchange.number = kept["number"]

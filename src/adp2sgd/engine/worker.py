@@ -195,9 +195,9 @@ class Worker:
 
     def _exchange(self) -> None:
         stream = random.Random(f"{self.setup.seed}/partner/{self.place.learner}/{self.place.start}/{self.turns}")
-        partner = self.setup.graph.draw_partner(self.place.learner, stream)
-        if partner is not None and self.order["exchange"]:
-            self.exchanger.want(partner)
+        partners = self.setup.graph.draw_partners(self.place.learner, stream)
+        if partners and self.order["exchange"]:
+            self.exchanger.want(*partners)
 
     def _step_seconds(self) -> float:
         return step_seconds(self.config.speeds, self.config.learners, self.setup.seed, self.place.learner, self.turns)
