@@ -17,10 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate, train
 from adp2sgd.engine.exchanger import Exchanger, Place
 from adp2sgd.engine.setup import make_learner, prepare
-from adp2sgd.exchange.shared import SLOTS, Layout, Post
+from adp2sgd.exchange.shared import SLOTS, Layout, Post, make_mail
 from adp2sgd.record import Run
 from adp2sgd.task import Task, cross_entropy
 
@@ -138,7 +139,7 @@ def case_2(learners: int, seconds: float) -> dict[str, float]:
 
 def pair_seconds(length: int, repeat: int) -> float:
     """Median time of an exchange between two processes, until both sides have mixed."""
-    layout, token = Layout(length, torch.float32), secrets.token_hex(4)
+    layout, mail = Layout(length, torch.float32), make_mail()
     descriptors = [layout.create(k) for k in range(2)]
     setup = prepare(Config(task="engine:vector", learners=2, batch_size=1, device="cpu", options={"length": length}))
 
@@ -146,8 +147,8 @@ def pair_seconds(length: int, repeat: int) -> float:
         from pathlib import Path
 
         learner = make_learner(setup, number, Path())
-        place = Place(learner=number, start=0, token=token, descriptors=descriptors)
-        thread = Exchanger(place, learner, Post(token, str(number)), target_steps=1 << 60, report=dict)
+        place = Place(learner=number, start=0, mail=mail, descriptors=descriptors)
+        thread = Exchanger(place, learner, Post(mail, str(number)), target_steps=1 << 60, report=dict)
         thread.start()
         return thread
 
@@ -172,6 +173,7 @@ def pair_seconds(length: int, repeat: int) -> float:
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
+        shutil.rmtree(mail)
     return statistics.median(times[2:])
 
 
@@ -231,13 +233,13 @@ def with_and_without(name: str, config: Config) -> dict[str, float]:
 # ---------------------------------------------------------------- peers
 
 
-def ddp_main(rank: int, world: int, port: int, batch: int, seconds: float) -> None:
+def ddp_main(rank: int, world: int, batch: int, seconds: float, rendezvous: str) -> None:
     """One process of the same job on torch DDP; rank 0 prints samples per second of all."""
     from torch import distributed
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = distributed.TCPStore("127.0.0.1", port, world, rank == 0)  # type: ignore[attr-defined]
+    store = distributed.FileStore(rendezvous, world)  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     task = dense()
     model = nn.parallel.DistributedDataParallel(task.model())
@@ -260,18 +262,25 @@ def ddp_main(rank: int, world: int, port: int, batch: int, seconds: float) -> No
     distributed.destroy_process_group()
 
 
+def ddp_rate(world: int, batch: int, seconds: float) -> float:
+    """Samples per second of torch DDP."""
+    program = [sys.executable, __file__, "--ddp"]
+    with tempfile.TemporaryDirectory() as folder:
+        facts = world, batch, seconds, f"{folder}/store"
+        ranks = [
+            subprocess.Popen([*program, *map(str, (k, *facts))], stdout=subprocess.PIPE, text=True)
+            for k in range(world)
+        ]
+        rate = float(ranks[0].communicate()[0])
+        ranks[1].wait()
+    return rate
+
+
 def ddp(learners: int, seconds: float) -> dict[str, float]:
     """K=2 on CPU cores, in turns, the better of each."""
     world, batch, ours, theirs = 2, 64, 0.0, 0.0
-    for turn in range(2):
-        port = 29_500 + os.getpid() % 1000 + turn
-        program = [sys.executable, __file__, "--ddp"]
-        ranks = [
-            subprocess.Popen([*program, *map(str, (k, world, port, batch, seconds))], stdout=subprocess.PIPE, text=True)
-            for k in range(world)
-        ]
-        theirs = max(theirs, float(ranks[0].communicate()[0]))
-        ranks[1].wait()
+    for _ in range(2):
+        theirs = max(theirs, ddp_rate(world, batch, seconds))
         config = Config(
             task="engine:dense",
             learners=world,
@@ -334,6 +343,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--ddp"]:
-        ddp_main(*map(int, sys.argv[2:6]), float(sys.argv[6]))
+        ddp_main(*map(int, sys.argv[2:5]), float(sys.argv[5]), sys.argv[6])
     else:
         main()

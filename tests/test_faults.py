@@ -341,6 +341,13 @@ def wait_for(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_ctrl_c_while_learners_start_is_one_line(tmp_path: Path) -> None:
     """A terminal sends it to the whole group: to the process that learners come from, too, which still imports."""
     process = command(tmp_path, SHORT, start_new_session=True)
@@ -355,7 +362,7 @@ def test_ctrl_c_while_learners_start_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["once", "twice", "kill", "group"])
-def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws) -> None:
+def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws, scratch: Path) -> None:
     """Ctrl-C ends cleanly, a second one at once, kill -9 of the supervisor leaves nobody behind (see the fixture); so
     does the SIGTERM that schedulers send to the whole group."""
     slow = SHORT.replace(speeds=Speeds(step_s=30.0 if end == "twice" else 0.05, pad=True), checkpoint_every=0.1)
@@ -387,6 +394,7 @@ def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws) -> None:
         assert run.global_steps >= 240
         assert run.curve[: len(before)] == tuple(before)
         assert_grows(run.curve)
+    wait_until(lambda: not [path for path in scratch.iterdir() if path.name.startswith("adp2sgd")])
 
 
 FORKS = """
@@ -410,6 +418,16 @@ def test_what_a_learner_forks_ends_on_sigterm(tmp_path: Path, draws: Draws, monk
     assert (tmp_path / "told").read_text().split() == ["ends"] * 4  # here, and at each of three learners
 
 
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files of a run go, here and in processes that are started."""
+    path = tmp_path / "tmp"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return path
+
+
 def leftovers(folder: Path) -> set[str]:
     """What a run leaves on disk, beside its record."""
     known = {
@@ -426,24 +444,25 @@ def leftovers(folder: Path) -> set[str]:
 def cycles(number: int, folder: Path) -> None:
     tiny = SHORT.replace(learners=2, epochs=0.2, speeds=Speeds(step_s=0.001, pad=True))
     gc.collect()  # what earlier tests left open in this process
-    before = set(os.listdir("/dev/shm")), set(os.listdir("/tmp")), len(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
     for cycle in range(number):
         run: Run = train(tiny, folder / f"run-{cycle}")
         assert run.global_steps >= 16
         assert not leftovers(folder / f"run-{cycle}")
     assert set(os.listdir("/dev/shm")) <= before[0]
-    assert len(os.listdir("/proc/self/fd")) <= before[2]
-    assert not {name for name in set(os.listdir("/tmp")) - before[1] if "adp2sgd" in name}
+    assert len(os.listdir("/proc/self/fd")) <= before[1]
 
 
-def test_5_cycles_leave_nothing_behind(tmp_path: Path) -> None:
+def test_5_cycles_leave_nothing_behind(tmp_path: Path, scratch: Path) -> None:
     cycles(5, tmp_path)
+    assert not list(scratch.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_200_cycles_leave_nothing_behind(tmp_path: Path) -> None:
+def test_200_cycles_leave_nothing_behind(tmp_path: Path, scratch: Path) -> None:
     cycles(200, tmp_path)
+    assert not list(scratch.iterdir())
 
 
 def test_a_learner_that_keeps_dying_is_given_up_and_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from adp2sgd.errors import LedgerError
 from adp2sgd.privacy import ledger as ledger_module
 from adp2sgd.privacy.ledger import WIDTH, Ledger, read
 from adp2sgd.privacy.mechanism import SampledGaussian
+from adp2sgd.privacy.statement import statement
 from adp2sgd.task import Task, cross_entropy
 
 STEP = SampledGaussian(2.0, 0.08192)
@@ -285,6 +287,58 @@ def test_an_unknown_version_or_folder_is_refused(path, tmp_path):
         opened(tmp_path / "missing" / "ledger.jsonl")
     with pytest.raises(LedgerError, match="at least 1"):
         opened(tmp_path / "other.jsonl", block=0)
+
+
+def make(kind: str, path: Path) -> None:
+    if kind == "named pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.symlink_to(path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["named pipe", "folder", "socket", "device", "loop"])
+def test_what_is_no_regular_file_is_refused_at_once(kind, path):
+    make(kind, path)
+    told = "Too many levels of symbolic links" if kind == "loop" else f"is a {kind}, not a regular file; name a file"
+    for use in (opened, read, Ledger.closed):
+        with pytest.raises(LedgerError, match=told) as refusal:
+            use(path)
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_named_pipe_among_ledgers_does_not_hang_the_statement(used):
+    os.mkfifo(used.with_name("pipe.jsonl"))
+    with pytest.raises(LedgerError, match=r"pipe.jsonl is a named pipe"):
+        statement(used.parent, 1e-5)
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize(
+    ("flock", "why"), [(no_locks, "No locks available"), (lambda *_: None, "a second lock was granted")]
+)
+def test_a_file_system_without_locks_is_refused_before_anything_is_written(used, new, flock, why, monkeypatch):
+    """As some network file systems: locks fail, or are granted to everybody."""
+    path = used.with_name("new.jsonl") if new else used
+    before = {each.name: each.read_bytes() for each in used.parent.iterdir()}
+    monkeypatch.setattr("fcntl.flock", flock)
+    told = rf"{path.parent} is on a file system without working locks \({why}\).*keep the ledger on a local disk"
+    with pytest.raises(LedgerError, match=told) as refusal:
+        opened(path)
+    assert "\n" not in str(refusal.value)
+    assert {each.name: each.read_bytes() for each in used.parent.iterdir()} == before
 
 
 def test_the_block_is_that_of_the_file(used):

@@ -95,7 +95,7 @@ def test_a_slot_is_used_again_only_when_released_or_overdue_and_late_readers_not
 
 
 @pytest.mark.processes
-def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus() -> None:
+def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus(tmp_path: Path) -> None:
     """Four exchange threads with real sockets and shared memory, models of several blocks, and updates meanwhile."""
     task, learners = resolve("quadratic", {"records": 8, "dimension": 300_000}), 4
     members = [make_learner(k, task) for k in range(learners)]
@@ -103,12 +103,12 @@ def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus() -> Non
         learner.state.normal_(generator=torch.Generator().manual_seed(k))
     before = sum(learner.state.clone() for learner in members)
     spread = float(torch.stack([learner.state for learner in members]).var(dim=0).mean())
-    layout, token = Layout(300_000, torch.float64), os.urandom(4).hex()
+    layout, mail = Layout(300_000, torch.float64), tmp_path
     descriptors = [layout.create(k) for k in range(learners)]
-    posts = [Post(token, str(k)) for k in range(learners)]
+    posts = [Post(mail, str(k)) for k in range(learners)]
     threads = [
         Exchanger(
-            Place(learner=k, start=0, token=token, descriptors=descriptors),
+            Place(learner=k, start=0, mail=str(mail), descriptors=descriptors),
             members[k],
             posts[k],
             target_steps=10**9,
@@ -142,13 +142,13 @@ def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus() -> Non
 
 
 @pytest.mark.parametrize("then", ["look", "leave"])
-def test_what_an_exchange_still_needs_is_not_overwritten(then: str) -> None:
+def test_what_an_exchange_still_needs_is_not_overwritten(then: str, tmp_path: Path) -> None:
     """A look at the responder arrives before the commit that uses its slot; or the initiator leaves right after it."""
-    members, token = [make_learner(0), make_learner(1)], os.urandom(4).hex()
+    members, mail = [make_learner(0), make_learner(1)], tmp_path
     layout = Layout(len(members[0].state), members[0].state.dtype)
     descriptors = [layout.create(k) for k in (0, 1)]
-    posts, observer = [Post(token, str(k)) for k in (0, 1)], Post(token, OBSERVER)
-    places = [Place(learner=k, start=0, token=token, descriptors=descriptors) for k in (0, 1)]
+    posts, observer = [Post(mail, str(k)) for k in (0, 1)], Post(mail, OBSERVER)
+    places = [Place(learner=k, start=0, mail=str(mail), descriptors=descriptors) for k in (0, 1)]
     sides = [Exchanger(places[k], members[k], posts[k], target_steps=10**9, report=dict) for k in (0, 1)]
 
     def work(k: int) -> None:
@@ -177,13 +177,13 @@ def test_what_an_exchange_still_needs_is_not_overwritten(then: str) -> None:
 
 
 @pytest.mark.processes
-def test_training_goes_on_while_a_partner_is_silent() -> None:
+def test_training_goes_on_while_a_partner_is_silent(tmp_path: Path) -> None:
     """A partner whose queue takes messages and never answers: `want` returns at once, and the exchange expires."""
-    learner, token = make_learner(0), os.urandom(4).hex()
+    learner, mail = make_learner(0), tmp_path
     layout = Layout(3, torch.float64)
     descriptors = [layout.create(k) for k in range(2)]
-    posts = [Post(token, str(k)) for k in range(2)]
-    place = Place(learner=0, start=0, token=token, descriptors=descriptors)
+    posts = [Post(mail, str(k)) for k in range(2)]
+    place = Place(learner=0, start=0, mail=str(mail), descriptors=descriptors)
     thread = Exchanger(place, learner, posts[0], target_steps=10**9, report=dict)
     thread.deadline_s = 0.1
     thread.start()
@@ -213,13 +213,13 @@ def test_a_look_at_theta_is_the_average_of_the_states_and_no_exchange(tmp_path: 
         learner.state.normal_(mean=100.0, generator=torch.Generator().manual_seed(k))
         for _ in range(k):
             learner.progress.advance()
-    layout, token = Layout(5000, torch.float64), os.urandom(4).hex()
+    layout, mail = Layout(5000, torch.float64), tmp_path
     descriptors = [layout.create(k) for k in range(4)]
-    posts = [Post(token, str(k)) for k in range(4)]
-    places = [Place(learner=k, start=0, token=token, descriptors=descriptors) for k in range(4)]
+    posts = [Post(mail, str(k)) for k in range(4)]
+    places = [Place(learner=k, start=0, mail=str(mail), descriptors=descriptors) for k in range(4)]
     threads = [Exchanger(places[k], members[k], posts[k], target_steps=10**9, report=dict) for k in range(4)]
     folder = Folder.create(tmp_path / "run", setup.config)
-    observer = Observer(setup, folder, token, descriptors, layout, curve=[], notes=[], clock=lambda: 7.0)
+    observer = Observer(setup, folder, str(mail), descriptors, layout, curve=[], notes=[], clock=lambda: 7.0)
     for thread in threads:
         thread.start()
     found, states = observer.gather(), [learner.state for learner in members]
@@ -387,6 +387,28 @@ def test_case_2_real_and_simulated_side_by_side(tmp_path: Path) -> None:
     assert run.learners[0].staleness_mean == pytest.approx(simulated.learners[0].staleness_mean, rel=0.3)
     assert read_result(folder / "adpsgd") == run
     assert run.overshoot <= 8  # learners hear of the last steps with their exchanges: usually at most one each
+
+
+@pytest.mark.processes
+def test_exchanges_shorter_than_half_a_step_mix_before_the_descent() -> None:
+    """Steps of 200 ms that sleep, beside exchanges of three numbers, which take some milliseconds."""
+    settings = SLEEPY.replace(epochs=4, speeds=Speeds(step_s=0.2, pad=True), topology=Topology(graph="complete"))
+    run = train(settings)
+    initiated = sum(each.initiated for each in run.learners)
+    assert initiated >= 25  # of 100 steps: two learners that ask each other at once are both busy
+    assert sum(each.mixed_before for each in run.learners) >= 0.9 * initiated
+    assert 2 * initiated == sum(each.exchanges for each in run.learners)
+
+
+@pytest.mark.processes
+def test_a_step_starts_several_exchanges_where_the_link_allows() -> None:
+    """Steps of 200 ms that sleep, beside exchanges of some milliseconds; learner 0 starts all of them."""
+    topology = Topology(partner="sender-receiver", exchanges=4)
+    run = train(SLEEPY.replace(learners=2, epochs=1.2, speeds=Speeds(step_s=0.2, pad=True), topology=topology))
+    first, second = run.learners
+    assert second.initiated == 0
+    assert 3.5 * first.steps <= first.initiated <= 4 * (first.steps + 1)  # the last step may be dropped
+    assert first.mixed_before >= 0.9 * first.initiated
 
 
 @pytest.mark.parametrize("algorithm", ["adpsgd", "sync"])

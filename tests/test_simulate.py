@@ -244,9 +244,54 @@ def test_equal_speeds_make_everybodys_gradients_equally_stale(quadratic_config: 
     assert simulate(quadratic_config.replace(algorithm="sync")).learners[2].staleness_max == 0
 
 
+@pytest.mark.parametrize(("latency_s", "share"), [(0.0, 1.0), (0.2, 0.0)])
+def test_a_free_network_mixes_before_the_descent_and_a_slow_one_after(
+    latency_s: float, share: float, quadratic_config: Config
+) -> None:
+    jitter = Speeds(kind="log-normal")  # else all ask at once, and all are busy
+    run = simulate(quadratic_config.replace(network=Network(latency_s=latency_s), speeds=jitter))
+    assert sum(each.initiated for each in run.learners) > 10
+    for each in run.learners:
+        assert each.mixed_before == share * each.initiated
+    assert 2 * sum(each.initiated for each in run.learners) == sum(each.exchanges for each in run.learners)
+
+
+@pytest.mark.parametrize("partner", config.PARTNERS)
+def test_an_initiator_starts_its_exchanges_one_after_the_other(partner: str, quadratic_config: Config) -> None:
+    """A free network: exactly as many per step, all before the descent."""
+    run = simulate(quadratic_config.replace(topology=Topology(partner=partner, exchanges=3)))
+    for each in run.learners:
+        starts = partner == "neighbour" or each.learner % 2 == 0
+        assert each.initiated == each.mixed_before == 3 * each.steps * starts
+    assert sum(each.exchanges for each in run.learners) == 2 * sum(each.initiated for each in run.learners)
+
+
+def test_more_exchanges_per_step_bring_the_models_together(quadratic_config: Config) -> None:
+    """By ρ: after a step the expected squared spread of a ring of 4 is 0.75, 0.61 and 0.52 of what it was before."""
+    spread = []
+    for exchanges in (1, 2, 4):
+        settings = quadratic_config.replace(epochs=40, topology=Topology(exchanges=exchanges))
+        spread.append(np.mean([point.consensus for point in simulate(settings).curve[5:]]))
+    assert spread[0] > 1.2 * spread[1] > 1.2**2 * spread[2]
+
+
+def test_a_slow_network_lets_a_step_start_as_many_exchanges_as_fit(quadratic_config: Config) -> None:
+    """An exchange takes three messages; the initiator is free after two, and the next one waits for that."""
+    for latency_s, fit in ((0.02, 8), (0.2, 3), (0.6, 1)):
+        settings = quadratic_config.replace(
+            learners=2, epochs=8, network=Network(latency_s=latency_s),
+            topology=Topology(partner="sender-receiver", exchanges=8),
+        )  # fmt: skip
+        first = simulate(settings).learners[0]
+        assert (fit - 1) * first.steps < first.initiated + first.busy <= fit * first.steps
+
+
+@pytest.mark.parametrize("exchanges", [1, 4])
 @pytest.mark.parametrize("partner", config.PARTNERS)
 @pytest.mark.parametrize("learners", [2, 3, 5, 8])
-def test_a_slow_network_neither_locks_nor_loses_anything(learners: int, partner: str, tmp_path: Path) -> None:
+def test_a_slow_network_neither_locks_nor_loses_anything(
+    learners: int, partner: str, exchanges: int, tmp_path: Path
+) -> None:
     """Exchanges that outlast steps: some are refused, none deadlocks, and the sum of the models stays what it was."""
     settings = Config(
         task="quadratic",
@@ -257,7 +302,7 @@ def test_a_slow_network_neither_locks_nor_loses_anything(learners: int, partner:
         device="cpu",
         options={"records": 40 * learners, "dimension": 4},
         optimizer=Optimizer(lr=1e-300),  # nothing but exchanges moves the models
-        topology=Topology(partner=partner),
+        topology=Topology(partner=partner, exchanges=exchanges),
         speeds=Speeds(kind="log-normal", spread=0.5),
         network=Network(latency_s=0.7, bandwidth_bps=1000.0),
     )
@@ -320,7 +365,8 @@ def test_one_seed_one_result(algorithm: str, tmp_path: Path) -> None:
 def test_resuming_gives_the_result_of_an_uninterrupted_run(
     algorithm: str, stop_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = RICH.replace(algorithm=algorithm)
+    quick = Network(latency_s=0.1, bandwidth_bps=1e6)  # some of a step's exchanges are still to come at a checkpoint
+    settings = RICH.replace(algorithm=algorithm, topology=Topology(exchanges=4), network=quick)
     simulate(settings, tmp_path / "whole")
     advance, done = Simulation._step_done, 0
 

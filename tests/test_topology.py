@@ -1,5 +1,6 @@
 """Graphs, partner choice and the spectral quantities of one exchange."""
 
+import itertools
 import math
 import random
 
@@ -38,18 +39,21 @@ def test_sender_receiver_has_the_closed_form(learners: int) -> None:
 @pytest.mark.parametrize(
     ("name", "partner"), [*((name, "neighbour") for name in (*topology.GRAPHS, "edges")), ("ring", "sender-receiver")]
 )
-def test_expected_square_is_the_average_over_the_draws(name: str, partner: str) -> None:
+@pytest.mark.parametrize("exchanges", [1, 2, 3])
+def test_expected_square_is_the_average_over_the_draws(name: str, partner: str, exchanges: int) -> None:
     """E[AᵀA] by enumeration of who starts and whom it draws, with the matrices multiplied out."""
     edges = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (0, 4))
-    built = graph(name, 8, partner, **({"edges": edges} if name == "edges" else {}))
+    built = graph(name, 8, partner, exchanges=exchanges, **({"edges": edges} if name == "edges" else {}))
     starters = [k for k in range(8) if built.neighbours[k]]
     total = np.zeros((8, 8))
     for k in starters:
-        for j in built.neighbours[k]:
-            matrix = topology.mixing_matrix(8, k, j)
+        for partners in itertools.product(built.neighbours[k], repeat=exchanges):
+            matrix = np.eye(8)
+            for j in partners:
+                matrix = topology.mixing_matrix(8, k, j) @ matrix
             assert np.allclose(matrix.sum(0), 1)
             assert np.allclose(matrix.sum(1), 1)
-            total += matrix.T @ matrix / len(starters) / len(built.neighbours[k])
+            total += matrix.T @ matrix / len(starters) / len(built.neighbours[k]) ** exchanges
     assert np.allclose(total, built.expected_square(), atol=1e-12)
     eigenvalues = np.sort(np.linalg.eigvalsh(total))
     assert built.rho == pytest.approx(max(abs(eigenvalues[-2]), abs(eigenvalues[0])), abs=1e-9)
@@ -99,6 +103,16 @@ def test_neighbour_draws_are_uniform() -> None:
     assert all(abs(draws.count(j) - 1250) < 5 * spread for j in built.neighbours[5])
 
 
+def test_the_first_partner_of_a_step_does_not_depend_on_how_many_follow() -> None:
+    one, three = graph("torus", 16), graph("torus", 16, exchanges=3)
+    for seed in range(20):
+        partners = three.draw_partners(5, random.Random(seed))
+        assert len(partners) == 3
+        assert one.draw_partners(5, random.Random(seed)) == partners[:1]
+        assert one.draw_partner(5, random.Random(seed)) == partners[0]
+    assert graph("ring", 4, "sender-receiver", exchanges=3).draw_partners(1, random.Random(0)) == []
+
+
 def test_receivers_start_nothing() -> None:
     built = graph("ring", 5, "sender-receiver")
     assert [built.draw_partner(k, random.Random(0)) is None for k in range(5)] == [False, True, False, True, False]
@@ -115,6 +129,7 @@ def test_receivers_start_nothing() -> None:
         ({"graph": "torus"}, 7, "prime"),
         ({"graph": "random-regular", "degree": 3}, 5, "degree"),
         ({"graph": "ring", "partner": "sender-receiver"}, 1, "2 learners"),
+        ({"exchanges": 0}, 4, "topology.exchanges = 0"),
     ],
 )
 def test_impossible_graphs_are_refused_in_one_line(options: dict[str, object], learners: int, words: str) -> None:

@@ -116,21 +116,24 @@ def topology(
     learners: Annotated[int, typer.Option(help="How many.")] = 8,
     partner: Annotated[str, typer.Option(help="neighbour or sender-receiver")] = "neighbour",
     degree: Annotated[int, typer.Option(help="Of random-regular.")] = 4,
+    exchanges: Annotated[int, typer.Option(help="That an initiator starts per step.")] = 1,
     json: Json = False,
 ) -> None:
-    """How quickly a graph spreads information: the spectral quantities of one exchange."""
+    """How quickly a graph spreads information: the spectral quantities of one step's exchanges."""
     from adp2sgd import config, view
     from adp2sgd import topology as graphs
 
     if graph not in graphs.GRAPHS:
         raise ConfigError(f'graph "{graph}" is unknown; use one of: {", ".join(graphs.GRAPHS)}')
-    settings = config.Config(learners=learners, topology=config.Topology(graph=graph, partner=partner, degree=degree))
+    wanted = config.Topology(graph=graph, partner=partner, degree=degree, exchanges=exchanges)
+    settings = config.Config(learners=learners, topology=wanted)
     with view.waiting(f"eigenvalues of {learners:,} learners"):
         built = graphs.build(settings.topology, learners)
         figures = {
             "graph": graph,
             "learners": learners,
             "partner": partner,
+            "exchanges": exchanges,
             "degree": built.degree,
             "edges": len(built.edges),
             "connected": True,

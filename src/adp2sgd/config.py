@@ -102,9 +102,11 @@ class Topology(Section):
     partner: str = "neighbour"
     degree: int = 4  # random-regular only
     edges: tuple[tuple[int, int], ...] = ()  # graph = "edges"
+    exchanges: int = 1  # that an initiator starts per step, one after the other
 
     def _check(self) -> None:
         _one_of("topology.partner", self.partner, PARTNERS)
+        _require(self.exchanges >= 1, "topology.exchanges", self.exchanges, "use at least 1")
         _require(self.degree >= 1, "topology.degree", self.degree, "use at least 1")
         if self.edges and self.graph not in ("edges", Topology.graph):
             raise ConfigError(

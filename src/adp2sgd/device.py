@@ -47,6 +47,16 @@ def keep_memory() -> None:
         library.mallopt(-1, KEPT_BYTES)  # M_TRIM_THRESHOLD
 
 
+def keep_large_blocks() -> None:
+    """From now on keep freed blocks of more than 32 MiB too, which the C library else takes from the kernel anew.
+
+    For when the records are loaded: what steps allocate comes again in every step. With a model of 40 MiB a step then
+    takes half the CPU time (benchmarks/engine.py, `rate_with_exchange`).
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
+
+
 def precision_on(device: torch.device) -> str:
     """The `Config.precision` that studies use: bfloat16 where the device is made for it."""
     return "bfloat16" if device.type == "cuda" else "float32"

@@ -58,6 +58,8 @@ class LearnerResult:
     bytes_sent: int
     loss: float | None  # None as above, and for a learner that was lost before it left a model
     accuracy: float | None
+    initiated: int = 0  # of the exchanges, begun by this learner
+    mixed_before: int = 0  # of these, mixed before the descent of their step
     expired: int = 0  # real engines: asked, and the partner was gone
     halves: int = 0  # real engines: exchanges that changed one side only, as far as is known
     restarts: int = 0

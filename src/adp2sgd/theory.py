@@ -31,7 +31,7 @@ class Problem:
 
     `smoothness` L: Lipschitz constant of the gradients. `sample_variance` ς²: of one record's gradient within a shard.
     `shard_variance` υ²: of the shards' gradients around the global one. `gap`: F(w⁰) − F*. `staleness` τ: the largest,
-    in global steps. `rho`: per exchange, one exchange per step. `dimension` d: number of weights.
+    in global steps. `rho`: per step (`Graph.rho`). `dimension` d: number of weights.
     """
 
     learners: int

@@ -94,11 +94,13 @@ class Graph:
     `neighbour`: any learner starts an exchange, with a uniformly drawn neighbour.
     `sender-receiver`: every second learner is a sender; only senders start, each with a uniformly drawn receiver
     (the paper's: in effect a complete bipartite graph, whatever the ring in between).
+    `exchanges`: how many an initiator starts per step, one after the other, each with a partner drawn anew.
     """
 
     learners: int
     edges: frozenset[Edge]
     partner: str = "neighbour"
+    exchanges: int = 1
 
     def __post_init__(self) -> None:
         for i, j in self.edges:
@@ -128,9 +130,14 @@ class Graph:
         return max((len(each) for each in self.neighbours), default=0)
 
     def draw_partner(self, learner: int, stream: random.Random) -> int | None:
-        """Whom `learner` asks in this step; None for a learner that starts no exchange."""
+        """Whom `learner` asks next; None for a learner that starts no exchange."""
         partners = self.neighbours[learner]
         return stream.choice(partners) if partners else None
+
+    def draw_partners(self, learner: int, stream: random.Random) -> list[int]:
+        """Whom `learner` asks in this step, one after the other; none for a learner that starts no exchange."""
+        drawn = (self.draw_partner(learner, stream) for _ in range(self.exchanges))
+        return [partner for partner in drawn if partner is not None]
 
     def pair_probabilities(self) -> dict[Edge, float]:
         """The probability of each unordered pair in one exchange, all starting learners being equally active."""
@@ -143,17 +150,42 @@ class Graph:
         return pairs
 
     def expected_square(self) -> Matrix:
-        """E[AᵀA] of one exchange, exactly. A pair's matrix is a projection, so AᵀA = A; it differs from the identity in
-        four places."""
+        """E[AᵀA] of the exchanges of one step, exactly, all starting learners being equally active.
+
+        A pair's matrix P is a projection. So for one exchange AᵀA = P, which differs from the identity in four places.
+        Several exchanges of a step have the same initiator k: E[AᵀA] is the mean over k of Φ_k applied n times to the
+        identity, with Φ_k(M) the mean of P M P over k's partners. That is not the n-th power of one exchange's.
+        """
+        if self.exchanges > 1 and self.learners > 1:
+            starters = [k for k in range(self.learners) if self.neighbours[k]]
+            total: Matrix = sum((self._repeated(k) for k in starters), np.zeros((self.learners, self.learners)))
+            return total / len(starters)
         expected = np.eye(self.learners)
         for (i, j), probability in self.pair_probabilities().items():
             expected[[i, j], [i, j]] -= probability / 2
             expected[[i, j], [j, i]] += probability / 2
         return expected
 
+    def _repeated(self, k: int) -> Matrix:
+        """Φ_k, applied `exchanges` times to the identity."""
+        square, partners = np.eye(self.learners), self.neighbours[k]
+        for _ in range(self.exchanges):
+            change = np.zeros_like(square)
+            for j in partners:  # P M P − M for P = I − uuᵀ/2 and u = e_k − e_j, where M is symmetric
+                along = (square[k] - square[j]) / 2  # uᵀM/2
+                change[k] -= along
+                change[j] += along
+                change[:, k] -= along
+                change[:, j] += along
+                twice = (along[k] - along[j]) / 2  # uᵀMu/4
+                change[[k, j], [k, j]] += twice
+                change[[k, j], [j, k]] -= twice
+            square = square + change / len(partners)
+        return square
+
     @cached_property
     def rho(self) -> float:
-        """max(|λ₂|, |λ_K|) of E[AᵀA]: one exchange contracts the expected squared spread by at least this."""
+        """max(|λ₂|, |λ_K|) of E[AᵀA]: one step's exchanges contract the expected squared spread by at least this."""
         if self.learners == 1:
             return 0.0
         eigenvalues = np.sort(np.linalg.eigvalsh(self.expected_square()))
@@ -161,7 +193,7 @@ class Graph:
 
     @property
     def rho_bar(self) -> float:
-        """The paper's ρ̄, from ρ per exchange."""
+        """The paper's ρ̄, from ρ per step."""
         return rho_bar(self.rho, self.learners)
 
 
@@ -182,7 +214,7 @@ def build(topology: config.Topology, learners: int, seed: int = 0) -> Graph:
         edges = GRAPHS[topology.graph](learners) if learners > 1 else ()
     else:
         raise ConfigError(f'topology.graph = "{topology.graph}" is unknown; use one of: {", ".join(GRAPHS)}, edges')
-    return Graph(learners, frozenset(edges), topology.partner)
+    return Graph(learners, frozenset(edges), topology.partner, topology.exchanges)
 
 
 def mixing_matrix(learners: int, i: int, j: int) -> Matrix:

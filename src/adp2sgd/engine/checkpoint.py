@@ -86,12 +86,15 @@ def _pack_member(member: Member, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "steps": learner.steps,
         "clip_norm": learner.clip_norm,
         "turns": member.turns,
+        "partners": member.partners,
+        "wanted_at": member.wanted_at,
         "read_at": member.read_at,
         "staleness_total": member.staleness_total,
         "staleness_max": member.staleness_max,
         "progress": to_rows(learner.progress.counts()),
         "tally": asdict(member.exchange.tally),
         "number": member.exchange.number,
+        "step": member.exchange.step,
         "current": None if member.exchange.current is None else _pack_event(member.exchange.current, tensors),
     }
 
@@ -105,10 +108,11 @@ def _unpack_member(member: Member, kept: dict[str, Any], tensors: dict[str, Tens
     learner.clip_norm = kept.get("clip_norm")
     learner.resume_at(kept["steps"])
     learner.progress.restore(from_rows(kept["progress"]))
-    for name in ("turns", "read_at", "staleness_total", "staleness_max"):
+    for name in ("turns", "partners", "wanted_at", "read_at", "staleness_total", "staleness_max"):
         setattr(member, name, kept[name])
     member.exchange.tally = Tally(**kept["tally"])
     member.exchange.number = kept["number"]
+    member.exchange.step = kept["step"]
     current = None if kept["current"] is None else _unpack_event(kept["current"], tensors)
     assert current is None or isinstance(current, Message)
     member.exchange.current = current

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from adp2sgd.exchange.protocol import Exchange, Message
 from adp2sgd.learner import Learner
@@ -32,6 +32,8 @@ class Member:
     learner: Learner
     exchange: Exchange
     turns: int = 0  # steps and averaging-only turns
+    partners: list[int] = field(default_factory=list)  # still to be asked for the last turn's exchanges
+    wanted_at: int = 0  # own steps taken when these were drawn
     read_at: int = 0  # the global step at which ŵ was read
     staleness_total: int = 0
     staleness_max: int = 0

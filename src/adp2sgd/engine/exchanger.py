@@ -30,7 +30,7 @@ class Place:
 
     learner: int
     start: int
-    token: str
+    mail: str  # the folder of the run's sockets
     descriptors: list[int]
 
     @property
@@ -61,6 +61,7 @@ class Exchanger(threading.Thread):
         super().__init__(name="exchange", daemon=True)
         self.go, self.over, self.reached = threading.Event(), threading.Event(), threading.Event()
         self.wake = threading.Event()  # set with `over` or `reached`
+        self.stranded = threading.Event()  # SYNC: set when another learner was lost
         self.zero = time.monotonic()
         self.seam = threading.RLock()  # held while what `snapshot` and `counts` give is replaced
         layout = Layout(len(learner.state), learner.state.dtype)
@@ -76,7 +77,9 @@ class Exchanger(threading.Thread):
         self._target_steps = target_steps
         self._report = report
         self._counts = counts or learner.progress.counts
-        self._wanted: tuple[type[Message], int] | None = None
+        self._wanted: tuple[type[Message], tuple[int, ...], int] | None = None  # what, of whom, at which own step
+        self._next: list[int] = []  # whom to ask after the exchange under way
+        self._step = 0  # at which these were wanted
         self._news = False
         self._closing = False
         self._idle = threading.Event()
@@ -90,15 +93,16 @@ class Exchanger(threading.Thread):
         for partner in partners:
             self._inbox.memory(partner)
 
-    def want(self, partner: int) -> None:
-        """Exchange with `partner` soon, unless an exchange is under way. Returns at once."""
-        self._wanted = (Request, partner)
+    def want(self, *partners: int) -> None:
+        """Exchange with the first of `partners` soon, unless an exchange is under way, and with the others one after
+        the other, until one is busy or `want` is called again. Returns at once."""
+        self._wanted = (Request, partners, self._learner.steps)
         os.eventfd_write(self._bell, 1)
 
     def fetch(self, partner: int) -> bool:
         """Wait for the partner's model and take it over; False if it does not give one. For before training."""
         self._idle.clear()
-        self._wanted = (Copy, partner)
+        self._wanted = (Copy, (partner,), 0)
         os.eventfd_write(self._bell, 1)
         self._idle.wait(2 * self.deadline_s)
         return not self.exchange.lost
@@ -143,16 +147,22 @@ class Exchanger(threading.Thread):
             for data in self._post.receive():
                 self._handle(decode(data))
         self._keep_time()
+        while self._next and not self.exchange.occupied:
+            self._ask(Request, self._next.pop(0))
 
     def _begin(self) -> None:
         wanted, self._wanted = self._wanted, None
         if self._news:
             self._news = False
             self._tell_everybody()
-        if wanted is None or self._closing or not self._outbox.free:
+        if wanted is not None:
+            kind, (first, *self._next), self._step = wanted
+            self._ask(kind, first)
+
+    def _ask(self, kind: type[Message], partner: int) -> None:
+        if self._closing or not self._outbox.free:
             return
-        kind, partner = wanted
-        message = self.exchange.ask(partner) if kind is Request else self.exchange.catch_up(partner)
+        message = self.exchange.ask(partner, self._step) if kind is Request else self.exchange.catch_up(partner)
         if message is not None and not self._post.send(str(partner), encode(message)):
             self.exchange.expire()  # nobody is there
             self._idle.set()
@@ -176,6 +186,8 @@ class Exchanger(threading.Thread):
         if opened is None:
             self.exchange.tally.ignored += 1
             return
+        if isinstance(message, Busy):
+            self._next.clear()  # learners that ask again at once could all be busy for ever
         # one slot stays for the commit of an exchange that was begun
         self.exchange.shut = self._closing or len(self._outbox.free) <= isinstance(message, Copy)
         reply = self.exchange.receive(opened)
@@ -220,6 +232,8 @@ class Exchanger(threading.Thread):
             self.zero = note["zero"]
             self.go.set()
         elif note["do"] == "over":
+            if note.get("lost"):
+                self.stranded.set()
             self.over.set()
             self.wake.set()
             self.go.set()

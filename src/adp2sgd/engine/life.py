@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from adp2sgd.config import Config, fingerprint
+from adp2sgd.device import keep_large_blocks
 from adp2sgd.engine.allreduce import SyncWorker
 from adp2sgd.engine.exchanger import Place
 from adp2sgd.engine.setup import prepare
@@ -24,8 +25,8 @@ WORKERS: dict[str, type[Worker]] = {"adpsgd": Worker, "sync": SyncWorker}
 
 def live(order: dict[str, Any]) -> int:
     """The life of learner `order["learner"]`. Returns the exit code of its process."""
-    place = Place(**{name: order[name] for name in ("learner", "start", "token", "descriptors")})
-    post = Post(place.token, str(place.learner))
+    place = Place(**{name: order[name] for name in ("learner", "start", "mail", "descriptors")})
+    post = Post(place.mail, str(place.learner))
     try:
         with withholding(order["private"]):
             _work(order, place, post)
@@ -41,7 +42,9 @@ def _work(order: dict[str, Any], place: Place, post: Post) -> None:
     sys.setswitchinterval(SWITCH_S)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.learners))
     setup = prepare(config, order["seed"])
-    WORKERS[config.algorithm](setup, folder, place, post, order).live()
+    worker = WORKERS[config.algorithm](setup, folder, place, post, order)
+    keep_large_blocks()
+    worker.live()
 
 
 def _checked(folder: Folder, wanted: str) -> Config:

@@ -200,6 +200,8 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
         staleness_mean=totals["staleness_total"] / max(1, totals["steps"]),
         staleness_max=totals["staleness_max"],
         exchanges=totals["exchanges"],
+        initiated=totals["initiated"],
+        mixed_before=totals["mixed_before"],
         busy=totals["busy"],
         unconfirmed=totals["unconfirmed"],
         bytes_sent=totals["bytes_sent"],

@@ -4,7 +4,8 @@ So a learner starts in milliseconds instead of seconds, and all share one copy o
 is also the learners' parent: it says how each of them ended. When the supervisor goes, by whatever way, the nursery
 sees its line closed, and kills and reaps all learners; when the nursery itself is killed, the kernel kills them.
 
-Its first message is the descriptors of the shared memories, which every learner inherits; all others are orders.
+Its first message is the descriptors of the shared memories, which every learner inherits, and the folder of the run's
+sockets, which it removes at the end; all others are orders.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -44,9 +46,9 @@ class Nursery:
             command = [sys.executable, "-P", "-c", program]  # -P: the module path is this process's, without "."
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
 
-    def give(self, descriptors: list[int]) -> None:
+    def give(self, descriptors: list[int], mail: str) -> None:
         """Before the first `spawn`."""
-        socket.send_fds(self.line, [b"descriptors"], descriptors)
+        socket.send_fds(self.line, [mail.encode()], descriptors)
 
     def spawn(self, order: dict[str, Any]) -> None:
         """Start the learner `order["learner"]`; its pid comes with `reports`."""
@@ -78,7 +80,7 @@ class Nursery:
 def tend(line: socket.socket) -> None:
     """The nursery's own loop, until the supervisor closes the line."""
     children: dict[int, int] = {}
-    _, descriptors, _, _ = socket.recv_fds(line, 64, 250)
+    mail, descriptors, _, _ = socket.recv_fds(line, LARGEST, 250)
     while True:
         ready, _, _ = select.select([line], [], [], REAP_S)
         if ready:
@@ -96,6 +98,8 @@ def tend(line: socket.socket) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+    if mail:
+        shutil.rmtree(mail.decode(), ignore_errors=True)
 
 
 def _reap(line: socket.socket, children: dict[int, int]) -> None:

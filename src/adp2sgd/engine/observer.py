@@ -89,7 +89,7 @@ class Observer(threading.Thread):
         self,
         setup: Setup,
         folder: Folder,
-        token: str,
+        mail: str,
         descriptors: list[int],
         layout: Layout,
         *,
@@ -101,7 +101,7 @@ class Observer(threading.Thread):
         super().__init__(name="observer", daemon=True)
         self.curve, self._notes, self._clock = curve, notes, clock
         self._setup, self._folder = setup, folder
-        self._post = Post(token, OBSERVER)
+        self._post = Post(mail, OBSERVER)
         self._memories = [Memory(each, layout) for each in descriptors]  # not pinned: this process outlives them
         self._asked = 1 if setup.config.algorithm == "sync" else setup.config.learners
         self._patience_s = 2 * layout.deadline_s

@@ -29,7 +29,7 @@ from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_sec
 from adp2sgd.engine.threads import suited_threads
 from adp2sgd.engine.watch import Watch
 from adp2sgd.errors import ConfigError, InterruptedRunError, telling_no_values
-from adp2sgd.exchange.protocol import Commit, Exchange, Message
+from adp2sgd.exchange.protocol import Busy, Commit, Exchange, Message
 from adp2sgd.learner import Learner
 from adp2sgd.record import Folder, LearnerResult, Point, Run
 
@@ -248,6 +248,8 @@ class Simulation:
             staleness_mean=member.staleness_total / max(1, learner.steps),
             staleness_max=member.staleness_max,
             exchanges=tally.completed,
+            initiated=tally.initiated,
+            mixed_before=tally.mixed_before,
             busy=tally.busy,
             unconfirmed=tally.unconfirmed,
             bytes_sent=tally.bytes_sent,
@@ -269,6 +271,7 @@ class Asynchronous(Simulation):
         self.time, _, event = heapq.heappop(self.heap)
         if isinstance(event, Message):
             self._deliver(event)
+            self._ask_next(self.members[event.receiver])
             return
         member = self.members[event.learner]
         # After a kill the reserved block counts as spent, so a step that was under way may be beyond the cap.
@@ -303,9 +306,17 @@ class Asynchronous(Simulation):
     def _exchange(self, member: Member) -> None:
         number = member.learner.number
         stream = random.Random(f"{self.setup.seed}/partner/{number}/{member.turns}")
-        partner = self.setup.graph.draw_partner(number, stream)
-        request = None if partner is None else member.exchange.ask(partner)
-        if request is not None:
+        member.partners = self.setup.graph.draw_partners(number, stream)
+        member.wanted_at = member.learner.steps
+        if member.exchange.occupied:
+            del member.partners[:1]  # its time is over
+        self._ask_next(member)
+
+    def _ask_next(self, member: Member) -> None:
+        """One exchange of a step after the other, each when the learner is free; `busy` ends them (see `_deliver`)."""
+        while member.partners and not member.exchange.occupied:
+            request = member.exchange.ask(member.partners.pop(0), member.wanted_at)
+            assert request is not None
             self._send(request)
 
     def _send(self, message: Message) -> None:
@@ -316,7 +327,10 @@ class Asynchronous(Simulation):
             self._deliver(message)  # a free network: the exchange is over before the learner descends
 
     def _deliver(self, message: Message) -> None:
-        exchange = self.members[message.receiver].exchange
+        member = self.members[message.receiver]
+        exchange = member.exchange
+        if isinstance(message, Busy):
+            member.partners.clear()  # learners that ask again at once would all be busy for ever
         answered = exchange.current
         reply = exchange.receive(message)
         if isinstance(message, Commit) and answered is not None:

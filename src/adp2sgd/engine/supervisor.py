@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import select
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from adp2sgd.engine.nursery import Nursery
 from adp2sgd.engine.observer import Observer, read_curve
 from adp2sgd.engine.setup import Setup
 from adp2sgd.errors import DivergedError, PrivacyError, RunError
-from adp2sgd.exchange.shared import Layout, Memory, Post
+from adp2sgd.exchange.shared import Layout, Memory, Post, make_mail
 from adp2sgd.files import to_json
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.progress import Key
@@ -30,7 +30,10 @@ from adp2sgd.record import Folder
 
 SESSION = "session.json"  # what `--resume` needs beside the learners' checkpoints
 TICK_S = 0.05
-SUMMED = ("steps", "staleness_total", "exchanges", "busy", "expired", "unconfirmed", "halves", "bytes_sent")
+SUMMED = (
+    "steps", "staleness_total", "exchanges", "initiated", "mixed_before", "busy", "expired", "unconfirmed", "halves",
+    "bytes_sent",
+)  # fmt: skip
 ERRORS: dict[str, type[Exception]] = {"DivergedError": DivergedError, "PrivacyError": PrivacyError}
 
 
@@ -116,7 +119,6 @@ class Supervisor:
         self._over_at: float | None = None
         self._quiet_since: float | None = None
         self._counts: dict[Key, int] = {}  # everybody's steps, from the learners' last words
-        self._token = secrets.token_hex(8)
         private = setup.config.privacy.mode == "private"  # then no buffer travels
         state = setup.model.weights.numel() + (0 if private else setup.model.buffers.numel())
         self._layout = Layout(state, setup.model.weights.dtype)
@@ -145,17 +147,23 @@ class Supervisor:
 
     def run(self) -> None:
         """Raises RunError if the run cannot go on; no process is left behind in any case."""
+        self._mail = make_mail()
+        try:
+            self._run()
+        finally:
+            shutil.rmtree(self._mail, ignore_errors=True)  # as the nursery does, unless it was killed
+
+    def _run(self) -> None:
+        self._post = Post(self._mail, SUPERVISOR)
         self._descriptors = [self._layout.create(seat.learner) for seat in self.seats]
-        self._post = Post(self._token, SUPERVISOR)
-        self._store = self._make_store()
         self.keep()
         self._observer = Observer(
-            self.setup, self.folder, self._token, self._descriptors, self._layout,
+            self.setup, self.folder, self._mail, self._descriptors, self._layout,
             curve=self.curve, notes=self.notes, clock=lambda: self.seconds,
         )  # fmt: skip
         try:
             self._observer.start()
-            self._nursery.give(self._descriptors)
+            self._nursery.give(self._descriptors, self._mail)
             with Interrupt() as interrupt:
                 for seat in self.seats:
                     self._spawn(seat, self._mode)
@@ -282,14 +290,13 @@ class Supervisor:
         order = {
             "learner": seat.learner,
             "start": seat.start,
-            "token": self._token,
+            "mail": self._mail,
             "folder": str(self.folder.path.absolute()),
             "seed": self.setup.seed,
             "mode": mode,
             "private": self.setup.config.privacy.mode == "private",
             "config": fingerprint(self.setup.config),
             "exchange": self._exchange,
-            "port": self._store.port if self._store is not None else None,
         }
         self._nursery.spawn(order)
 
@@ -327,7 +334,8 @@ class Supervisor:
                 os.kill(seat.pid, signal.SIGKILL)
 
     def _tell(self, seat: Seat, what: str) -> None:
-        self._post.send(str(seat.learner), json.dumps({"do": what, "zero": time.monotonic() - self.seconds}).encode())
+        note = {"do": what, "zero": time.monotonic() - self.seconds, "lost": self._failure is not None}
+        self._post.send(str(seat.learner), json.dumps(note).encode())
 
     def _end(self) -> None:
         self._over_at = time.monotonic()
@@ -345,14 +353,6 @@ class Supervisor:
             return True
         self._quiet_since = self._quiet_since or time.monotonic()
         return time.monotonic() - self._quiet_since > self.patience.linger
-
-    def _make_store(self) -> Any:
-        """Where the learners of SYNC find each other: lives and dies with this process, on a port of its choice."""
-        if not self._in_step:
-            return None
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def keep(self) -> None:
         """Write what `--resume` needs to know, so that no start is ever numbered twice."""

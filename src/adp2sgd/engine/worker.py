@@ -1,7 +1,8 @@
 """One learner in a process of its own. Its main thread trains; the exchange thread and the keeper do the rest.
 
-    begin → gradient → (padding) → a hint to the exchange thread → update
+    begin → a hint to the exchange thread → gradient → (padding) → update
 
+So the exchange runs beside the gradient, and the descent follows the mix wherever the link is faster than the gradient.
 The training thread waits for no network, no disk (but for its ledger, at each new block) and no other learner.
 """
 
@@ -163,6 +164,7 @@ class Worker:
         self.state = "training"
         learner, began = self.learner, self._start()
         learner.begin()
+        self._exchange()
         read_at = learner.progress.total
         try:
             gradient = learner.gradient()
@@ -173,7 +175,7 @@ class Worker:
         self.pad(began, self._step_seconds())
         if self.ended:
             return  # a gradient that comes too late is dropped, as in the simulator; its privacy stays spent
-        self._exchange()
+        self.turns += 1
         stale = learner.progress.total - read_at
         learner.update(gradient)
         self.note_step(stale, began)
@@ -189,13 +191,13 @@ class Worker:
         self._exchange()
         nominal = self._step_seconds()
         self.exchanger.wake.wait(nominal if self.config.speeds.pad else self.step_s or 0.05)
+        self.turns += 1
 
     def _exchange(self) -> None:
         stream = random.Random(f"{self.setup.seed}/partner/{self.place.learner}/{self.place.start}/{self.turns}")
-        partner = self.setup.graph.draw_partner(self.place.learner, stream)
-        if partner is not None and self.order["exchange"]:
-            self.exchanger.want(partner)
-        self.turns += 1
+        partners = self.setup.graph.draw_partners(self.place.learner, stream)
+        if partners and self.order["exchange"]:
+            self.exchanger.want(*partners)
 
     def _step_seconds(self) -> float:
         return step_seconds(self.config.speeds, self.config.learners, self.setup.seed, self.place.learner, self.turns)
@@ -258,6 +260,8 @@ class Worker:
             "staleness_total": self.staleness_total,
             "staleness_max": self.staleness_max,
             "exchanges": tally.completed,
+            "initiated": tally.initiated,
+            "mixed_before": tally.mixed_before,
             "busy": tally.busy,
             "expired": tally.expired,
             "unconfirmed": tally.unconfirmed,

@@ -75,6 +75,8 @@ class Tally:
     """What became of a learner's exchanges."""
 
     completed: int = 0  # on either side
+    initiated: int = 0  # of these, begun by this learner
+    mixed_before: int = 0  # of these, mixed before the descent of the step that they were begun in
     busy: int = 0  # answers `busy` that this learner received
     expired: int = 0  # asked, and no answer in time
     unconfirmed: int = 0  # answered, and no commit in time
@@ -102,6 +104,7 @@ class Exchange:
         self.learner = learner
         self.tally = Tally()
         self.number = first - 1  # of the last exchange that this learner began
+        self.step = 0  # own steps taken when it was asked for
         self.lost = False  # restarted, and no model worth sharing yet
         self.shut = False  # the carrier has no room, or the run is over: everybody is answered `busy`
         self._snapshot = snapshot or learner.snapshot
@@ -112,9 +115,12 @@ class Exchange:
     def occupied(self) -> bool:
         return self.current is not None
 
-    def ask(self, partner: int) -> Message | None:
-        """Begin an exchange; None if one is under way."""
-        return self._open(Request, partner)
+    def ask(self, partner: int, step: int | None = None) -> Message | None:
+        """Begin an exchange; None if one is under way. `step`: own steps taken when it was wanted, if not now."""
+        request = self._open(Request, partner)
+        if request is not None:
+            self.step = self.learner.steps if step is None else step
+        return request
 
     def catch_up(self, partner: int) -> Message | None:
         """Ask for the partner's model, to go on from it; None if an exchange is under way."""
@@ -180,6 +186,9 @@ class Exchange:
         assert message.snapshot is not None
         if self.learner.mix(mine, message.snapshot, message.intact):
             self.tally.completed += 1
+            if isinstance(message, Answer):
+                self.tally.initiated += 1
+                self.tally.mixed_before += self.learner.steps == self.step
         else:
             self.tally.halves += 1
 

@@ -1,13 +1,15 @@
 """Carries exchange messages between processes of one machine. Linux only.
 
-What is small goes as datagrams between Unix sockets in Linux's abstract namespace; snapshots go through anonymous
-shared memory that the supervisor makes and every learner inherits. Both vanish with the processes, whatever way these
-end: there is nothing to clean up and nothing to find stale. Nothing is ever unpickled, and datagrams from other users
-are dropped (the kernel says who sent them).
+What is small goes as datagrams between Unix sockets in a folder that only its owner can enter; snapshots go through
+anonymous shared memory that the supervisor makes and every learner inherits. No other user of the machine can reach
+either: names in Linux's abstract namespace would be visible to all, and free to bind while a learner restarts. The
+memory vanishes with the processes; the folder is removed by the supervisor or, after its death, by the nursery.
+Nothing is ever unpickled, and datagrams from other users are dropped (the kernel says who sent them).
 
-A learner's memory: one page of words, then its slots. `sequence` says which snapshot a slot holds, and only its owner
-writes it; the receiver writes the same number to `release` when it has read the slot. A slot that was never released
-(its reader died) is used again after a while; a reader that was merely asleep sees that the sequence has moved on.
+A learner's memory: one page of words, then its slots, then the two vectors that SYNC's all-reduce uses in turn.
+`sequence` says which snapshot a slot holds, and only its owner writes it; the receiver writes the same number to
+`release` when it has read the slot. A slot that was never released (its reader died) is used again after a while; a
+reader that was merely asleep sees that the sequence has moved on.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import os
 import socket
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,6 +38,7 @@ from adp2sgd.progress import from_rows, to_rows
 # one exchange at a time, one whose reader has not released it yet, one for a learner that comes back, one for a look
 # at θ; pages are taken only when they are written
 SLOTS = 4
+ROUNDS = 2
 PAGE = 4096
 KINDS = (*MESSAGES.values(), Message)  # a plain Message is news: step counts and nothing else
 HEAD = struct.Struct("<BHHHQBQ")  # kind, sender, receiver, initiator, number, slot, sequence
@@ -44,7 +49,12 @@ LARGEST = 1 << 16  # bytes of a datagram
 
 def require_linux() -> None:
     if sys.platform != "linux":
-        raise ConfigError(f"train needs Linux (memfd, abstract sockets), not {sys.platform}; use simulate here")
+        raise ConfigError(f"train needs Linux (memfd, eventfd), not {sys.platform}; use simulate here")
+
+
+def make_mail() -> str:
+    """A new folder for a run's sockets, which no other user can enter."""
+    return tempfile.mkdtemp(prefix="adp2sgd-")
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        return PAGE + SLOTS * self.stride
+        return PAGE + (SLOTS + ROUNDS) * self.stride
 
     def create(self, learner: int) -> int:
         """The file descriptor of new, anonymous memory; its pages are taken only when they are written."""
@@ -81,12 +91,13 @@ class Memory:
     def __init__(self, descriptor: int, layout: Layout) -> None:
         self._map = mmap.mmap(descriptor, layout.size)
         self._words = memoryview(self._map)[:PAGE].cast("Q")
-        self.slots = [
+        vectors = [
             torch.frombuffer(self._map, dtype=layout.dtype, count=layout.length, offset=PAGE + i * layout.stride)
             if layout.length
             else torch.empty(0, dtype=layout.dtype)
-            for i in range(SLOTS)
+            for i in range(SLOTS + ROUNDS)
         ]
+        self.slots, self.rounds = vectors[:SLOTS], vectors[SLOTS:]
 
     def sequence(self, slot: int) -> int:
         return self._words[1 + 2 * slot]
@@ -216,12 +227,20 @@ class Datagram:
 class Post:
     """This process's socket. Sending never waits: what cannot be delivered at once is lost, and the sender told."""
 
-    def __init__(self, token: str, name: str) -> None:
-        self._token = token
+    def __init__(self, mail: str | Path, name: str) -> None:
+        """`mail`: the folder of the run's sockets. What a process that died has left under `name` is replaced."""
+        self._mail = str(mail)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        self._socket.bind(self._address(name))
+        try:
+            Path(self._address(name)).unlink(missing_ok=True)
+            self._socket.bind(self._address(name))
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(
+                f"{mail} cannot hold sockets ({why}); set TMPDIR to a short path on a local disk"
+            ) from None
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -250,8 +269,8 @@ class Post:
     def close(self) -> None:
         self._socket.close()
 
-    def _address(self, name: str) -> bytes:
-        return f"\0adp2sgd/{self._token}/{name}".encode()
+    def _address(self, name: str) -> str:
+        return f"{self._mail}/{name}"
 
 
 def encode(message: Message, slot: int = NO_SLOT, sequence: int = 0) -> bytes:

@@ -31,6 +31,7 @@ from typing import Any, Self
 
 from adp2sgd.errors import LedgerError, PrivacyError
 from adp2sgd.files import owner_only
+from adp2sgd.privacy.hold import lock, open_regular
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 from adp2sgd.privacy.policy import Policy, parse
 
@@ -102,7 +103,7 @@ class Account:
 def require(path: Path, mark: Mark) -> None:
     """Refuse a ledger that lacks what stood in it up to `mark`: an older copy of it, or one that was begun anew."""
     read(path)  # other damage is told first
-    before = path.read_bytes()[: mark.size]
+    before = _content(path)[: mark.size]
     if mark.size and (len(before) < mark.size or not before.rstrip().endswith(f'"sum":"{mark.sum}"}}'.encode())):
         why = "it is an older copy, or its end is damaged"
         raise LedgerError(f"the ledger {path} lacks steps that the run has charged to it: {why}; {_RESTORE}")
@@ -113,10 +114,7 @@ def read(path: str | Path) -> Account:
 
     A damaged last line counts as a whole block; damage anywhere else is a LedgerError, never a fresh start.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise LedgerError(f"the ledger {path} cannot be read ({error.strerror}); name the site's own ledger") from None
+    data = _content(path)
     account = _read_header(path, data)
     start = account.size
     for offset in range(start, len(data), WIDTH):
@@ -163,7 +161,7 @@ class Ledger:
             if not os.path.lexists(path):
                 header = {"ledger": VERSION, "dataset": dataset, "site": site, "block": block}
                 _create(path, header | {"id": secrets.token_hex(8)})
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            descriptor = open_regular(path, os.O_RDWR | os.O_APPEND)
         try:
             _lock(path, descriptor)
             account = read(path)
@@ -265,7 +263,7 @@ class Ledger:
         account = self._account
         entry = {"torn": account.block, "token": account.token}
         line = _encode(entry, account.sum, WIDTH)
-        with _told(self.path, "mended"), open(self.path, "r+b", buffering=0) as file:
+        with _told(self.path, "mended"), open(open_regular(self.path, os.O_RDWR), "r+b", buffering=0) as file:
             file.seek(account.size)
             if file.write(line) != WIDTH:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -328,12 +326,14 @@ def _told(path: Path, action: str) -> Iterator[None]:
 
 
 def _create(path: Path, header: dict[str, Any]) -> None:
-    """Give the file its name only when the header is on disk. If another process was quicker, its file stays."""
+    """Give the file its name only when the header is on disk, where locks work. If another process was quicker, its
+    file stays."""
     if header["block"] < 1:
         raise LedgerError(f"block = {header['block']} reserves nothing; use at least 1 step")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(draft, "xb", opener=owner_only) as file:
+            lock(draft, file.fileno())
             file.write(_encode(header, "", 0))
             file.flush()
             os.fsync(file.fileno())
@@ -349,14 +349,18 @@ def _create(path: Path, header: dict[str, Any]) -> None:
 
 
 def _lock(path: Path, descriptor: int) -> None:
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LedgerError(f"the ledger {path} is in use by {_holder(path)}; stop it or wait for it to end") from None
+    if not lock(path, descriptor):
+        raise LedgerError(f"the ledger {path} is in use by {_holder(path)}; stop it or wait for it to end")
     if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
         raise LedgerError(f"the ledger {path} was replaced while it was opened; start again")
+
+
+def _content(path: str | Path) -> bytes:
+    try:
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise LedgerError(f"the ledger {path} cannot be read ({error.strerror}); name the site's own ledger") from None
 
 
 def _holder(path: Path) -> str:

@@ -91,6 +91,8 @@ def _row(ledger: Path, delta: float | None, adjacency: str | None, note: str = "
 
 def _other(file: Path) -> bool:
     """Whether this is something else than a ledger; what cannot be read may be a damaged one."""
+    if not file.is_file():
+        return False  # `read` says why
     try:
         with file.open(encoding="utf-8") as lines:
             return "ledger" not in json.loads(lines.readline())
