@@ -1,0 +1,192 @@
+"""How far one record moves the clipped sum: through the path of a real run, and through two naive engines.
+
+A case (see `cases.py`) becomes a task. `Path.of` takes it through `engine.setup` as every run does: the refusals, the
+choice of the engine at the initial weights, the learner with its `PrivateStep`. Only the noise is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path as Folder
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from adp2sgd.config import Config, Privacy
+from adp2sgd.engine import setup
+from adp2sgd.engine.fit import check_fit
+from adp2sgd.errors import PrivacyError
+from adp2sgd.gradient.bookkeeping import BookKeeping
+from adp2sgd.gradient.choose import Automatic
+from adp2sgd.gradient.functional import Functional
+from adp2sgd.learner import Learner
+from adp2sgd.privacy.noise import NoiseSource
+from adp2sgd.task import Loss
+from cases import CASES, RECORDS, Case
+
+ENGINES = {BookKeeping: "fast", Functional: "vmap"}
+ClippedSum = Callable[[Tensor, Tensor, float], Tensor]
+"""(inputs, targets, clip norm) → the clipped sum in float64."""
+
+
+class Silent(NoiseSource):
+    """Adds nothing, and keeps the sum as it was before the noise."""
+
+    def __init__(self) -> None:
+        super().__init__(bytes(32), "test", seeded=True)
+        self.total = torch.zeros(0)
+
+    def add_normal(self, vector: Tensor, scale: float, *, out: Tensor | None = None, divisor: float = 1.0) -> None:
+        assert scale > 0
+        self.total = vector.detach().double().clone()
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """A run that was prepared for one case. `refusal` says why, where private mode refuses the case."""
+
+    name: str
+    case: Case
+    run: setup.Setup | None
+    learner: Learner | None
+    refusal: str = ""
+
+    @classmethod
+    def of(cls, name: str, folder: Folder) -> Path:
+        """Everything that precedes the first step of a run."""
+        privacy = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, clip_norm=1.0)
+        config = Config(
+            task="cases:task", options={"case": name}, batch_size=16, epochs=1, seed=0, device="cpu", privacy=privacy
+        )
+        try:
+            with quiet():
+                run = setup.prepare(config)
+                check_fit(config, run.task, run.model)
+                learner = setup.make_learner(run, 0, folder)
+        except PrivacyError as error:
+            return cls(name, CASES[name], None, None, str(error))
+        return cls(name, CASES[name], run, learner)
+
+    @property
+    def taken(self) -> str:
+        """Who takes the gradients: "fast", "vmap" or "loop"; or "refused"."""
+        if self.run is None:
+            return "refused"
+        assert isinstance(self.run.engine, Automatic)
+        return ENGINES.get(type(self.run.engine.chosen), "loop")  # type: ignore[call-overload, no-any-return]
+
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Tensor:
+        """What a step of the run adds its noise to."""
+        assert self.run is not None
+        assert self.learner is not None
+        noise, self.learner.clip_norm = Silent(), clip_norm
+        with quiet():
+            self.learner._gradient_step(self.run.model, inputs.clone(), targets.clone(), 16.0, noise)
+        return noise.total
+
+    @contextmanager
+    def at(self, weights: str) -> Iterator[float]:
+        """The model at weights that a neighbour sent; gives the clip norm that goes with them."""
+        assert self.run is not None
+        model, kept = self.run.model, self.run.model.weights.clone()
+        if weights == "own":
+            with torch.no_grad():
+                self.case.weights(model.named_views(model.weights))
+        else:
+            WEIGHTS[weights](model.weights)
+        try:
+            yield self.case.clip if weights != "level" else self._level()
+        finally:
+            model.weights.copy_(kept)
+
+    def _level(self) -> float:
+        """The norm of the first record's gradient, so that alike ones lie at the clip norm to the last bit."""
+        assert self.run is not None
+        inputs, targets = records(self.case, 1)
+        norm = float(torch.linalg.vector_norm(gradient_alone(self.run.model.module, self.case.loss, inputs, targets)))
+        return norm if 1e-6 <= norm < 1e6 else 1.0
+
+
+def _times(factor: float) -> Callable[[Tensor], None]:
+    return lambda weights: weights.mul_(factor) and None
+
+
+WEIGHTS: dict[str, Callable[[Tensor], Any]] = {
+    "honest": lambda weights: None,
+    "huge": _times(1e4),
+    "overflowing": _times(1e30),
+    "tiny": _times(1e-6),
+    "denormal": _times(1e-40),
+    "zero": torch.Tensor.zero_,
+    "level": lambda weights: None,
+}
+"""What a neighbour may send, made from the initial weights in place; "own" is the case's."""
+
+
+def records(case: Case, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` records of a case, whose odd one stands at ODD."""
+    inputs, targets = case.records(max(count, RECORDS))
+    return case.prepare(inputs[:count]), targets[:count]
+
+
+def watched(count: int) -> list[int]:
+    """The records that are left out in turn: all of a small batch, else the ends, the odd one and the middle."""
+    return list(range(count)) if count <= 7 else sorted({0, 1, 2, count // 2, count - 2, count - 1})
+
+
+def influence(clipped_sum: ClippedSum, inputs: Tensor, targets: Tensor, clip_norm: float) -> float:
+    """The farthest that leaving out one record moves the sum, in clip norms; infinite where a sum is not finite."""
+    whole, most = clipped_sum(inputs, targets, clip_norm), 0.0
+    for record in watched(len(inputs)):
+        rest = torch.arange(len(inputs)) != record
+        moved = float(torch.linalg.vector_norm(whole - clipped_sum(inputs[rest], targets[rest], clip_norm)))
+        most = max(most, moved / clip_norm if moved == moved else float("inf"))
+    return most
+
+
+def gradient_alone(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The gradient of one record by plain autograd."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        gradients = torch.autograd.grad(loss(module(inputs.clone()), targets).sum(), trained, allow_unused=True)
+    flat = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, gradients, strict=True)]
+    return torch.cat([g.reshape(-1) for g in flat])
+
+
+def reference(path: Path, inputs: Tensor, targets: Tensor, clip_norm: float) -> Tensor:
+    """The clipped sum by a loop over single records, in float64 where the model can, laid out like the weights."""
+    assert path.run is not None
+    module = copy.deepcopy(path.run.model.module).train()
+    with torch.no_grad():
+        dtype = torch.float64 if path.case.widens else torch.float32
+    given, module, inputs = inputs, module.to(dtype), inputs.to(dtype) if inputs.is_floating_point() else inputs
+    order = {name: at for at, name in enumerate(n for n, p in module.named_parameters() if p.requires_grad)}
+    sizes = [p.numel() for p in module.parameters() if p.requires_grad]
+    total = torch.zeros(sum(sizes), dtype=torch.float64)
+    for row in range(len(inputs)):
+        found = gradient_alone(module, path.case.loss, inputs[row, None], targets[row, None]).double()
+        norm = float(torch.linalg.vector_norm(found))
+        if norm < float("inf") and finite_alone(path, given[row, None], targets[row, None]):
+            total += found * min(1.0, clip_norm / max(norm, 1e-300))
+    parts = total.split(sizes)
+    return torch.cat([parts[order[piece.name]] for piece in path.run.model.slices])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def finite_alone(path: Path, inputs: Tensor, targets: Tensor) -> bool:
+    """Whether the gradient of one record is finite in the model's own type: else it contributes nothing."""
+    assert path.run is not None
+    module = copy.deepcopy(path.run.model.module).train()
+    return bool(torch.isfinite(gradient_alone(module, path.case.loss, inputs, targets).square().sum().sqrt()))
