@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from adp2sgd.config import Config, Privacy
 from adp2sgd.engine import setup
@@ -81,14 +80,31 @@ class Path:
         assert isinstance(self.run.engine, Automatic)
         return ENGINES.get(type(self.run.engine.chosen), "loop")  # type: ignore[call-overload, no-any-return]
 
+    @property
+    def why(self) -> str:
+        """Why not by the fast engine."""
+        return str(getattr(self.run and self.run.engine, "reason", "")) or self.refusal
+
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Tensor:
         """What a step of the run adds its noise to."""
         assert self.run is not None
         assert self.learner is not None
+        kept = copy.deepcopy(self.run.model.module.__dict__) if self.case.stateful else {}
         noise, self.learner.clip_norm = Silent(), clip_norm
         with quiet():
             self.learner._gradient_step(self.run.model, inputs.clone(), targets.clone(), 16.0, noise)
+        self._restore(kept)
         return noise.total
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        """What a step left behind in a stateful model, which the next one is not to see: attributes and buffers."""
+        assert self.run is not None
+        module = self.run.model.module
+        for name, value in kept.items():
+            if not name.startswith("_"):
+                setattr(module, name, value)
+        for name, buffer in kept.get("_buffers", {}).items():
+            getattr(module, name).copy_(buffer)
 
     @contextmanager
     def at(self, weights: str) -> Iterator[float]:
@@ -113,8 +129,8 @@ class Path:
         return norm if 1e-6 <= norm < 1e6 else 1.0
 
 
-def _times(factor: float) -> Callable[[Tensor], None]:
-    return lambda weights: weights.mul_(factor) and None
+def _times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda weights: weights.mul_(factor)
 
 
 WEIGHTS: dict[str, Callable[[Tensor], Any]] = {
@@ -160,22 +176,26 @@ def gradient_alone(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tenso
 
 
 def reference(path: Path, inputs: Tensor, targets: Tensor, clip_norm: float) -> Tensor:
-    """The clipped sum by a loop over single records, in float64 where the model can, laid out like the weights."""
+    """The clipped sum by a loop over single records, in float64 where the model can, laid out like the weights.
+
+    A record whose gradient is not finite in the model's own type contributes nothing, as in every engine."""
     assert path.run is not None
-    module = copy.deepcopy(path.run.model.module).train()
-    with torch.no_grad():
-        dtype = torch.float64 if path.case.widens else torch.float32
-    given, module, inputs = inputs, module.to(dtype), inputs.to(dtype) if inputs.is_floating_point() else inputs
-    order = {name: at for at, name in enumerate(n for n, p in module.named_parameters() if p.requires_grad)}
-    sizes = [p.numel() for p in module.parameters() if p.requires_grad]
-    total = torch.zeros(sum(sizes), dtype=torch.float64)
+    own = copy.deepcopy(path.run.model.module).train()
+    wide = copy.deepcopy(own).to(torch.float64 if path.case.widens else torch.float32)
+    dtype = next(wide.parameters()).dtype
+    total = torch.zeros_like(path.run.model.weights, dtype=torch.float64)
     for row in range(len(inputs)):
-        found = gradient_alone(module, path.case.loss, inputs[row, None], targets[row, None]).double()
-        norm = float(torch.linalg.vector_norm(found))
-        if norm < float("inf") and finite_alone(path, given[row, None], targets[row, None]):
-            total += found * min(1.0, clip_norm / max(norm, 1e-300))
-    parts = total.split(sizes)
-    return torch.cat([parts[order[piece.name]] for piece in path.run.model.slices])
+        x, y = inputs[row, None], targets[row, None]
+        narrow = torch.linalg.vector_norm(gradient_alone(own, path.case.loss, x, y).double())
+        if not narrow < torch.finfo(torch.float32).max:
+            continue
+        x = x.to(dtype) if x.is_floating_point() else x
+        y = y.to(dtype) if y.is_floating_point() else y
+        found = gradient_alone(wide, path.case.loss, x, y)
+        total += found * min(1.0, clip_norm / max(float(torch.linalg.vector_norm(found)), 1e-300))
+    sizes = {name: p.numel() for name, p in wide.named_parameters() if p.requires_grad}
+    parts = dict(zip(sizes, total.split(list(sizes.values())), strict=True))
+    return torch.cat([parts[piece.name] for piece in path.run.model.slices])
 
 
 @contextmanager
@@ -184,9 +204,3 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
 
-
-def finite_alone(path: Path, inputs: Tensor, targets: Tensor) -> bool:
-    """Whether the gradient of one record is finite in the model's own type: else it contributes nothing."""
-    assert path.run is not None
-    module = copy.deepcopy(path.run.model.module).train()
-    return bool(torch.isfinite(gradient_alone(module, path.case.loss, inputs, targets).square().sum().sqrt()))
