@@ -9,117 +9,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
+import backward
+import couplings
+import honest
 import torch
-from torch import Generator, Tensor, nn
+from backward import squared
+from couplings import between
+from honest import CLASSES, STEPS, VOCABULARY, WIDTH, Apply, pooled
+from kinds import (
+    IMAGES,
+    LINES,
+    ODD,
+    RECORDS,
+    ROWS,
+    SEQUENCES,
+    TALL,
+    TOKENS,
+    WORDS,
+    Case,
+    floats,
+    gapped,
+    regression,
+    special,
+)
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-import honest
-import hostile
 from adp2sgd.data.records import Records
-from adp2sgd.task import Loss, Task
-from honest import CLASSES, STEPS, VOCABULARY, WIDTH, Apply, pooled
-from hostile import between, cross_entropy, squared
-
-RECORDS = 160  # of a case
-ODD = 1  # the place of the unusual record
-Source = Callable[[int], tuple[Tensor, Tensor]]
-"""Number of records → inputs and targets."""
-
-
-def floats(*shape: int, odd: float = 1e5, classes: int = CLASSES) -> Source:
-    """Normal values and labels; the odd record is larger by a factor."""
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        stream = Generator().manual_seed(7)
-        inputs = torch.randn(count, *shape, generator=stream)
-        inputs[ODD] *= odd
-        return inputs, torch.randint(classes, (count,), generator=stream)
-
-    return draw
-
-
-def regression(*shape: int, odd: float = 1e6) -> Source:
-    """Normal values and targets; the odd record's target, and with it its gradient, is larger by a factor."""
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        stream = Generator().manual_seed(7)
-        inputs, targets = (torch.randn(count, *size, generator=stream) for size in (shape, ()))
-        targets[ODD] = odd
-        return inputs, targets
-
-    return draw
-
-
-def tokens(classes: int = CLASSES) -> Source:
-    """Sequences that end in padding; the odd record repeats one token."""
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        stream = Generator().manual_seed(7)
-        inputs = torch.randint(1, VOCABULARY, (count, STEPS), generator=stream)
-        inputs[torch.arange(STEPS) >= torch.randint(1, STEPS + 1, (count, 1), generator=stream)] = 0
-        inputs[ODD] = 3
-        return inputs, torch.randint(classes, (count,), generator=stream)
-
-    return draw
-
-
-def special(*values: float) -> Source:
-    """Normal values; the odd record holds `values` in turn."""
-
-    def draw(count: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = floats(WIDTH, odd=1.0)(count)
-        inputs[ODD] = torch.tensor(values).repeat(WIDTH)[:WIDTH]
-        return inputs, targets
-
-    return draw
-
-
-def gapped(count: int) -> tuple[Tensor, Tensor]:
-    """A record of NaN among others that hold large values."""
-    inputs, targets = floats(WIDTH, odd=1.0)(count)
-    inputs[:, 0] *= 1e5
-    inputs[ODD] = math.nan
-    return inputs, targets
-
-
-ROWS = floats(WIDTH)
-SEQUENCES = floats(STEPS, WIDTH)
-IMAGES = floats(2, 5, 5, odd=100.0)
-LINES = floats(2, 9, odd=100.0)
-TALL = regression(WIDTH)
-TOKENS = tokens()
-WORDS = tokens(VOCABULARY)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Case:
-    """`weights`: what a hostile neighbour sends after the choice of the engine, by parameter, in place. `sizes`: of
-    batches, beside the few that every case meets. `widens`: whether the model runs in float64. `stateful`:
-    a step changes the model, so that each is measured on one of its own. `exact`: gradients too large to be
-    squared in float32 may count as not finite."""
-
-    about: str
-    model: Callable[[], nn.Module]
-    records: Source = ROWS
-    loss: Loss = cross_entropy
-    expect: str = "guarded"
-    clip: float = 0.5
-    sizes: tuple[int, ...] = ()
-    weights: Callable[[Mapping[str, Tensor]], object] | None = None
-    widens: bool = True
-    stateful: bool = False
-    exact: bool = True
-
-    @property
-    def prepare(self) -> Callable[[Tensor], Tensor]:
-        return torch.Tensor.float if self.records(2)[0].is_floating_point() else _as_stored
-
-
-def _as_stored(inputs: Tensor) -> Tensor:
-    return inputs
+from adp2sgd.task import Task
 
 
 def task(case: str) -> Task:
@@ -142,7 +61,7 @@ CASES: dict[str, Case] = {
     # --- innocent, and fast ---
     "logistic": fast(about="one layer", model=lambda: nn.Linear(WIDTH, CLASSES), sizes=LARGE_SIZES),
     "mlp": fast(about="two layers and a ReLU", model=honest.mlp, sizes=LARGE_SIZES),
-    "regression": fast(about="a target of a million: an exploding gradient", model=honest.mlp, records=TALL, loss=squared),
+    "regression": fast(about="a target of a million", model=honest.mlp, records=TALL, loss=squared),
     "convolution": fast(about="a small CNN", records=IMAGES, model=lambda: pooled(nn.Conv2d(2, 4, 3)), sizes=(65,)),
     "grouped": fast(about="groups of channels", records=IMAGES, model=lambda: pooled(nn.Conv2d(2, 4, 3, groups=2))),
     "depthwise": fast(
@@ -173,7 +92,7 @@ CASES: dict[str, Case] = {
     "repeated": fast(about="one layer used four times", model=lambda: honest.Repeated(4), sizes=(65,)),
     "shared": fast(about="four modules with one Parameter", model=honest.SharedWeight),
     "embedding": fast(about="a table", records=WORDS, model=honest.Language),
-    "padded": fast(about="a table whose first row has no gradient", records=WORDS, model=lambda: honest.Language(pad=0)),
+    "padded": fast(about="padding has no gradient", records=WORDS, model=lambda: honest.Language(pad=0)),
     "tied": fast(
         about="one table as embedding and as output layer", records=WORDS, model=lambda: honest.Language(tied=True),
         sizes=(65,),
@@ -196,7 +115,7 @@ CASES: dict[str, Case] = {
     "attention_causal": fast(
         about="each place sees those before", records=SEQUENCES, model=lambda: honest.Attention("causal")
     ),
-    "vision": fast(about="class token, positions, transformer layer", records=SEQUENCES, model=honest.Vision, sizes=(65,)),
+    "vision": fast(about="class token, transformer layer", records=SEQUENCES, model=honest.Vision, sizes=(65,)),
     "folded": fast(
         about="places folded into rows, record by record", records=SEQUENCES,
         model=lambda: Apply(nn.Linear(WIDTH, 4), lambda h: h.tanh().mean(1), nn.Linear(4, CLASSES)),
@@ -252,7 +171,7 @@ CASES: dict[str, Case] = {
     "greatest": fast(about="a record of 3e38", model=honest.mlp, records=special(3e38, -3e38), exact=False),
     "smallest": fast(about="a record of denormal numbers", model=honest.mlp, records=special(1e-42)),
     "exploding": fast(
-        about="the exponential of a large number", records=floats(WIDTH, odd=300.0), model=between(torch.exp), sizes=(65,)
+        about="exponentials", records=floats(WIDTH, odd=300.0), model=between(torch.exp), sizes=(65,)
     ),
     "root": fast(
         about="the slope of a root at zero is infinite", records=special(0.0),
@@ -276,97 +195,97 @@ CASES: dict[str, Case] = {
     ),
     # --- the backward pass couples records ---
     "tensor_hook": Case(
-        about="a hook skips exploding gradients of all", model=between(hostile.tensor_hook), records=TALL, loss=squared,
+        about="a hook skips exploding gradients", model=between(backward.tensor_hook), records=TALL, loss=squared,
         sizes=(65,),
     ),
     "normalizing_hook": Case(
-        about="a hook normalizes gradients over the batch", model=between(hostile.normalizing_hook), records=TALL,
+        about="a hook normalizes gradients over the batch", model=between(backward.normalizing_hook), records=TALL,
         loss=squared,
     ),
-    "node_hook": Case(about="a hook of a graph's node", model=between(hostile.node_hook), records=TALL, loss=squared),
+    "node_hook": Case(about="a hook of a graph's node", model=between(backward.node_hook), records=TALL, loss=squared),
     "node_prehook": Case(
-        about="a hook before a graph's node", model=between(hostile.node_prehook), records=TALL, loss=squared
+        about="a hook before a graph's node", model=between(backward.node_prehook), records=TALL, loss=squared
     ),
     "multi_grad_hook": Case(
-        about="a hook of several tensors writes in place", model=between(hostile.multi_grad_hook), records=TALL,
+        about="a hook of several tensors writes in place", model=between(backward.multi_grad_hook), records=TALL,
         loss=squared,
     ),
     "module_hook": Case(
-        about="a module's backward hook", model=hostile.hooked_module("full"), records=TALL, loss=squared
+        about="a module's backward hook", model=backward.hooked_module("full"), records=TALL, loss=squared
     ),
     "module_prehook": Case(
-        about="a hook before a module's backward pass", model=hostile.hooked_module("pre"), records=TALL, loss=squared
+        about="a hook before a module's backward pass", model=backward.hooked_module("pre"), records=TALL, loss=squared
     ),
     "skipping_function": Case(
-        about="an autograd Function skips exploding gradients", model=between(hostile.SkipBackward.apply), records=TALL,
+        about="a Function skips exploding gradients", model=between(backward.SkipBackward.apply), records=TALL,
         loss=squared, sizes=(65,),
     ),
     "centering_function": Case(
-        about="one that centers large gradients", model=between(hostile.Centered.apply), records=TALL, loss=squared
+        about="one that centers large gradients", model=between(backward.Centered.apply), records=TALL, loss=squared
     ),
     "vmap_rule": Case(
-        about="one with a vmap rule of its own", model=between(hostile.VmapRule.apply), records=TALL, loss=squared
+        about="one with a vmap rule of its own", model=between(backward.VmapRule.apply), records=TALL, loss=squared
     ),
-    "compressed": Case(about="activations kept in 8 bits of one scale", model=hostile.Compressed, sizes=(65,)),
-    "weight_inside": Case(about="a weight counts inside a Function too", model=hostile.WeightTwice),
-    "hooked_loss": Case(about="the loss sets the hook", model=honest.mlp, records=TALL, loss=hostile.hooked_loss),
-    "custom_loss": Case(about="the loss is such a Function", model=honest.mlp, records=TALL, loss=hostile.custom_loss),
+    "compressed": Case(about="activations kept in 8 bits of one scale", model=backward.Compressed, sizes=(65,)),
+    "weight_inside": Case(about="a weight counts inside a Function too", model=backward.WeightTwice),
+    "hooked_loss": Case(about="the loss sets the hook", model=honest.mlp, records=TALL, loss=backward.hooked_loss),
+    "custom_loss": Case(about="the loss is such a Function", model=honest.mlp, records=TALL, loss=backward.custom_loss),
     # --- the forward pass couples records ---
     **{
         name: Case(about=about, model=between(attack), records=ROWS, sizes=(65,) if name == "rescaled" else ())
         for name, about, attack in (
-            ("rescaled", "all are scaled by the largest", hostile.rescaled),
-            ("summed", "a large sum over the batch is added", hostile.summed),
-            ("centered", "large batches lose their mean", hostile.centered),
-            ("running", "a running sum of large values", hostile.running),
-            ("neighbours", "a record sees the one before", hostile.neighbours),
-            ("shifted", "the same, by slices in place", hostile.shifted),
-            ("similar", "records that are alike are mixed", hostile.similar),
-            ("over_records", "softmax over the batch", hostile.over_records),
-            ("normed_over_records", "normalized over the batch", hostile.normed_over_records),
-            ("convolved_over_records", "a convolution along the batch", hostile.convolved_over_records),
-            ("reread", "the batch read as a table", hostile.reread),
-            ("gathered", "gather along the batch", hostile.gathered),
-            ("reshaped", "rows and columns exchanged", hostile.reshaped),
-            ("through_numpy", "a branch by numpy's copy of the batch", hostile.through_numpy),
-            ("through_text", "a branch by the text of a value", hostile.through_text),
-            ("scripted_branch", "a branch in scripted code", hostile.scripted),
-            ("quantized", "8 bits on the batch's scale", hostile.quantized),
+            ("rescaled", "all are scaled by the largest", couplings.rescaled),
+            ("summed", "a large sum over the batch is added", couplings.summed),
+            ("centered", "large batches lose their mean", couplings.centered),
+            ("running", "a running sum of large values", couplings.running),
+            ("neighbours", "a record sees the one before", couplings.neighbours),
+            ("shifted", "the same, by slices in place", couplings.shifted),
+            ("similar", "records that are alike are mixed", couplings.similar),
+            ("over_records", "softmax over the batch", couplings.over_records),
+            ("normed_over_records", "normalized over the batch", couplings.normed_over_records),
+            ("convolved_over_records", "a convolution along the batch", couplings.convolved_over_records),
+            ("reread", "the batch read as a table", couplings.reread),
+            ("gathered", "gather along the batch", couplings.gathered),
+            ("reshaped", "rows and columns exchanged", couplings.reshaped),
+            ("through_numpy", "a branch by numpy's copy of the batch", couplings.through_numpy),
+            ("through_text", "a branch by the text of a value", couplings.through_text),
+            ("scripted_branch", "a branch in scripted code", couplings.scripted),
+            ("quantized", "8 bits on the batch's scale", couplings.quantized),
         )
     },
     # --- rows in another order ---
-    "flipped_above_64": Case(about="large batches are flipped", model=lambda: hostile.FlippedAbove(64), sizes=LARGE_SIZES),
+    "flipped_above_64": Case(about="flipped above 64", model=lambda: couplings.FlippedAbove(64), sizes=LARGE_SIZES),
     "reversed_above_4": Case(
-        about="reversed above 4 records, row by row", model=lambda: hostile.Permuted(hostile.reversed_above(4))
+        about="reversed above 4 records, row by row", model=lambda: couplings.Permuted(couplings.reversed_above(4))
     ),
     "rotated_when_odd": Case(
-        about="rotated when the size is odd", model=lambda: hostile.Permuted(hostile.rotated_when_odd), sizes=(65, 127)
+        about="rotated at odd sizes", model=lambda: couplings.Permuted(couplings.rotated_when_odd), sizes=(65, 127)
     ),
     "even_then_odd": Case(
-        about="every second row first", model=lambda: hostile.Permuted(hostile.even_then_odd_above(8)), sizes=(65,)
+        about="every second row first", model=lambda: couplings.Permuted(couplings.even_then_odd_above(8)), sizes=(65,)
     ),
     "looked_at_again": Case(
         about="records with large values are read in another order too",
-        model=lambda: hostile.Permuted(hostile.reversed_above(1), gated=True), sizes=(65,),
+        model=lambda: couplings.Permuted(couplings.reversed_above(1), gated=True), sizes=(65,),
     ),
     "door_mixes": Case(
-        about="a weight opens a coupling", model=lambda: hostile.Door(mixed=True), weights=_fill("door", 2.0)
+        about="a weight opens a coupling", model=lambda: couplings.Door(mixed=True), weights=_fill("door", 2.0)
     ),
     "door_permutes": Case(
-        about="a weight opens another order of rows", model=lambda: hostile.Door(mixed=False),
+        about="a weight opens another order of rows", model=lambda: couplings.Door(mixed=False),
         weights=_fill("door", 2.0),
     ),
     "steps_in_front_above_4": Case(
-        about="steps in front for larger batches", records=SEQUENCES, model=lambda: hostile.FoldedAbove(4), sizes=(65,)
+        about="steps in front", records=SEQUENCES, model=lambda: couplings.FoldedAbove(4), sizes=(65,)
     ),
-    "two_halves": Case(about="even batches as two halves", model=lambda: hostile.TwoHalves(4), sizes=(64, 130)),
+    "two_halves": Case(about="even batches as two halves", model=lambda: couplings.TwoHalves(4), sizes=(64, 130)),
     # --- state ---
-    "running_mean": refused(about="a running mean in an attribute", model=lambda: hostile.Stateful("mean")),
-    "call_count": refused(about="the number of calls matters", model=lambda: hostile.Stateful("count")),
-    "remembered": Case(stateful=True, about="outliers are remembered in a list", model=lambda: hostile.Stateful("list")),
-    "flagged": Case(stateful=True, about="an outlier sets a flag", model=lambda: hostile.Stateful("flag")),
-    "buffered": Case(stateful=True, about="an outlier sets a buffer", model=lambda: hostile.Stateful("buffer")),
-    "changed_input": Case(about="the batch is changed in place", model=hostile.ChangesItsInput, records=gapped),
+    "running_mean": refused(about="a running mean in an attribute", model=lambda: couplings.Stateful("mean")),
+    "call_count": refused(about="the number of calls matters", model=lambda: couplings.Stateful("count")),
+    "remembered": Case(stateful=True, about="outliers stay in a list", model=lambda: couplings.Stateful("list")),
+    "flagged": Case(stateful=True, about="an outlier sets a flag", model=lambda: couplings.Stateful("flag")),
+    "buffered": Case(stateful=True, about="an outlier sets a buffer", model=lambda: couplings.Stateful("buffer")),
+    "changed_input": Case(about="the batch is changed in place", model=couplings.ChangesItsInput, records=gapped),
     "spectral_norm": refused(about="a buffer follows the weights", model=honest.spectral_normed),
     # --- layers that are known to couple ---
     "batch_norm": refused(
@@ -376,7 +295,7 @@ CASES: dict[str, Case] = {
         about="BatchNorm as a function", model=between(lambda h: F.batch_norm(h, None, None, training=len(h) > 1))
     ),
     "mixed_up": refused(about="each record is mixed with its mirror", model=between(lambda h: h + 0.3 * h.flip(0))),
-    "max_norm": refused(about="the forward pass changes weights", records=WORDS, model=lambda: honest.Language(max_norm=1.0)),
+    "max_norm": refused(about="weights are changed", records=WORDS, model=lambda: honest.Language(max_norm=1.0)),
     "by_frequency": refused(
         about="gradients over the token's count in the batch", records=WORDS,
         model=lambda: honest.Language(scale_grad_by_freq=True),
@@ -384,16 +303,16 @@ CASES: dict[str, Case] = {
     "sparse": refused(about="sparse gradients", records=WORDS, model=lambda: honest.Language(sparse=True)),
     "half": refused(about="parameters in half precision", model=lambda: honest.mlp().half(), widens=False),
     # --- losses ---
-    "hardest": refused(about="the hardest record counts twice", model=honest.mlp, loss=hostile.hardest),
-    "against_mean": refused(about="against the batch's mean", model=honest.mlp, loss=hostile.against_mean),
-    "weighted_by_class": refused(about="classes by their share", model=honest.mlp, loss=hostile.weighted_by_class),
-    "contrastive": refused(about="each against all others", model=honest.mlp, loss=hostile.contrastive),
-    "over_size": refused(about="over the batch's size", model=honest.mlp, loss=hostile.over_size),
-    "odd_size": Case(about="odd batches count the other way", model=honest.mlp, loss=hostile.odd_size, sizes=(64, 65)),
+    "hardest": refused(about="the hardest record counts twice", model=honest.mlp, loss=backward.hardest),
+    "against_mean": refused(about="against the batch's mean", model=honest.mlp, loss=backward.against_mean),
+    "weighted_by_class": refused(about="classes by their share", model=honest.mlp, loss=backward.weighted_by_class),
+    "contrastive": refused(about="each against all others", model=honest.mlp, loss=backward.contrastive),
+    "over_size": refused(about="over the batch's size", model=honest.mlp, loss=backward.over_size),
+    "odd_size": Case(about="odd batches count the other way", model=honest.mlp, loss=backward.odd_size, sizes=(64, 65)),
     "scaled_by_worst": Case(
-        about="all are scaled by the worst", model=honest.mlp, records=TALL, loss=hostile.scaled_by_worst, clip=50.0
+        about="all are scaled by the worst", model=honest.mlp, records=TALL, loss=backward.scaled_by_worst, clip=50.0
     ),
     "flipped_by_worst": Case(
-        about="all count the other way beside a bad one", model=honest.mlp, records=TALL, loss=hostile.flipped_by_worst
+        about="all count the other way beside a bad one", model=honest.mlp, records=TALL, loss=backward.flipped_by_worst
     ),
 }  # fmt: skip

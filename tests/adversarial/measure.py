@@ -1,4 +1,4 @@
-"""How far one record moves the clipped sum: through the path of a real run, and through two naive engines.
+"""How far one record moves the clipped sum, through the path of a real run.
 
 A case (see `cases.py`) becomes a task. `Path.of` takes it through `engine.setup` as every run does: the refusals, the
 choice of the engine at the initial weights, the learner with its `PrivateStep`. Only the noise is left out.
@@ -7,6 +7,7 @@ choice of the engine at the initial weights, the learner with its `PrivateStep`.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from pathlib import Path as Folder
 from typing import Any
 
 import torch
+from cases import CASES
+from kinds import RECORDS, Case
 from torch import Tensor, nn
 
 from adp2sgd.config import Config, Privacy
@@ -27,7 +30,6 @@ from adp2sgd.gradient.functional import Functional
 from adp2sgd.learner import Learner
 from adp2sgd.privacy.noise import NoiseSource
 from adp2sgd.task import Loss
-from cases import CASES, RECORDS, Case
 
 ENGINES = {BookKeeping: "fast", Functional: "vmap"}
 ClippedSum = Callable[[Tensor, Tensor, float], Tensor]
@@ -162,7 +164,7 @@ def influence(clipped_sum: ClippedSum, inputs: Tensor, targets: Tensor, clip_nor
     for record in watched(len(inputs)):
         rest = torch.arange(len(inputs)) != record
         moved = float(torch.linalg.vector_norm(whole - clipped_sum(inputs[rest], targets[rest], clip_norm)))
-        most = max(most, moved / clip_norm if moved == moved else float("inf"))
+        most = max(most, float("inf") if math.isnan(moved) else moved / clip_norm)
     return most
 
 
@@ -180,12 +182,11 @@ def reference(path: Path, inputs: Tensor, targets: Tensor, clip_norm: float) -> 
 
     A record whose gradient is not finite in the model's own type contributes nothing, as in every engine."""
     assert path.run is not None
-    own = copy.deepcopy(path.run.model.module).train()
-    wide = copy.deepcopy(own).to(torch.float64 if path.case.widens else torch.float32)
-    dtype = next(wide.parameters()).dtype
+    dtype = torch.float64 if path.case.widens else torch.float32
     total = torch.zeros_like(path.run.model.weights, dtype=torch.float64)
     for row in range(len(inputs)):
-        x, y = inputs[row, None], targets[row, None]
+        own = copy.deepcopy(path.run.model.module).train()  # a new one for each, in case that it keeps something
+        wide, x, y = copy.deepcopy(own).to(dtype), inputs[row, None], targets[row, None]
         narrow = torch.linalg.vector_norm(gradient_alone(own, path.case.loss, x, y).double())
         if not narrow < torch.finfo(torch.float32).max:
             continue
@@ -193,7 +194,7 @@ def reference(path: Path, inputs: Tensor, targets: Tensor, clip_norm: float) -> 
         y = y.to(dtype) if y.is_floating_point() else y
         found = gradient_alone(wide, path.case.loss, x, y)
         total += found * min(1.0, clip_norm / max(float(torch.linalg.vector_norm(found)), 1e-300))
-    sizes = {name: p.numel() for name, p in wide.named_parameters() if p.requires_grad}
+    sizes = {name: p.numel() for name, p in path.run.model.module.named_parameters() if p.requires_grad}
     parts = dict(zip(sizes, total.split(list(sizes.values())), strict=True))
     return torch.cat([parts[piece.name] for piece in path.run.model.slices])
 
@@ -203,4 +204,3 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
