@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +21,7 @@ from adp2sgd.gradient.bookkeeping import BookKeeping
 from adp2sgd.gradient.engine import Clipped, Engine
 from adp2sgd.gradient.functional import Functional
 from adp2sgd.gradient.loop import Loop
+from adp2sgd.gradient.proof import synthetic
 from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.privacy.checks import without_dropout
 from adp2sgd.task import Loss
@@ -218,15 +219,6 @@ class WithoutDropout(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return args[0] if func in self.CALLS and args else func(*args, **(kwargs or {}))
-
-
-def synthetic(like: Tensor, rows: int) -> Tensor:
-    """Random rows of the shape and type of `like`; integers are 0 or 1, which every vocabulary has."""
-    generator = Generator().manual_seed(0)
-    shape = (rows, *like.shape[1:])
-    if like.is_floating_point():
-        return torch.rand(shape, generator=generator, dtype=torch.float64).to(like)
-    return torch.randint(0, 2, shape, generator=generator).to(like)
 
 
 def refuse_batch_norm(module: nn.Module) -> None:

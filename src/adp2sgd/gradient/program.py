@@ -1,0 +1,217 @@
+"""The torch calls of a forward pass as data: written down for two sizes of a batch, compared with every later pass.
+
+Guarantee: a pass that `Follower` accepts makes the calls of the program, in its order, on the same constants and
+scalars, and each call reads what the same earlier calls returned. Only sizes that grow with the batch differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adp2sgd.gradient.rules import UnsupportedError
+from adp2sgd.gradient.vocabulary import IN_PLACE, METADATA, SIZES
+
+TAG = "_adp2sgd_origin"
+GIVEN = -1  # the number of the call whose outputs are the inputs (0) and the targets (1)
+ATOMS = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, EllipsisType)
+
+
+class Ref(NamedTuple):
+    """The tensor that a call of this pass returned."""
+
+    call: int
+    output: int
+
+
+class Scaled(NamedTuple):
+    """A size: so many times the number of records."""
+
+    per_record: int
+
+
+class Fixed:
+    """A tensor that the pass did not make. Parameters and buffers may have other values in another pass."""
+
+    def __init__(self, tensor: Tensor, version: int | None) -> None:
+        self.tensor, self.version = tensor, version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and self.tensor is other.tensor and self.version == other.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Call(NamedTuple):
+    """`args`, and `named` ones: nested tuples of scalars, sizes, `Ref` and `Fixed`. `shapes`: of what it returned."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...]
+    shapes: tuple[tuple[Any, ...], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", str(self.func))
+
+
+class Program(NamedTuple):
+    """`given`: the shapes of inputs and targets. `result`: the losses."""
+
+    given: tuple[tuple[Any, ...], ...]
+    calls: tuple[Call, ...]
+    result: Ref
+
+
+class Pass:
+    """One forward pass. Tensors carry the call that made them as an attribute, with their version at that time: a
+    change of a tensor by code that no call shows is noticed."""
+
+    def __init__(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        self.own = {id(t) for t in (*module.parameters(), *module.buffers())}
+        self.at = 0
+        self.given = tuple(inputs.shape), tuple(targets.shape)
+        for output, tensor in enumerate((inputs, targets)):
+            setattr(tensor, TAG, (self, Ref(GIVEN, output), tensor._version))
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Note or compare a call that is about to be made; its number, or None if it only reads sizes and types."""
+        if func in METADATA:
+            return None
+        self._take(func, args, sorted(kwargs.items()))
+        self.at += 1
+        return self.at - 1
+
+    def done(self, number: int | None, func: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
+        """The call returned `out`."""
+        if number is None:
+            return
+        tensors = [args[0]] if func in IN_PLACE else found_in((out,))
+        for output, tensor in enumerate(tensors):
+            setattr(tensor, TAG, (self, Ref(number, output), tensor._version))
+        self._give(number, tensors)
+
+    def ref(self, tensor: Tensor) -> Ref | None:
+        """Which call made it; None if none of this pass did."""
+        owner, ref, version = getattr(tensor, TAG, (None, None, 0))
+        if owner is not self:
+            return None
+        if version != tensor._version:
+            raise UnsupportedError("a tensor was changed after other parts of the model had read it")
+        return ref  # type: ignore[no-any-return]
+
+    def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: list[Any]) -> None:
+        raise NotImplementedError
+
+    def _give(self, number: int, tensors: list[Tensor]) -> None:
+        """What the call returned, where that is of interest."""
+
+
+class Writer(Pass):
+    """Writes a pass down."""
+
+    def __init__(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        super().__init__(module, inputs, targets)
+        self.calls: list[Call] = []
+
+    def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: list[Any]) -> None:
+        self.calls.append(Call(func, self._pattern(args), self._pattern(named)))
+
+    def _give(self, number: int, tensors: list[Tensor]) -> None:
+        self.calls[number] = self.calls[number]._replace(shapes=tuple(tuple(t.shape) for t in tensors))
+
+    def _pattern(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.ref(value) or Fixed(value, None if id(value) in self.own else value._version)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._pattern(v) for v in value)
+        if isinstance(value, slice):
+            return ("slice", *(self._pattern(v) for v in (value.start, value.stop, value.step)))
+        if isinstance(value, ATOMS):
+            return value
+        raise UnsupportedError(f"a call with an argument of type {type(value).__name__} is not checked")
+
+
+class Follower(Pass):
+    """Compares a pass over `n` records with a program; raises `UnsupportedError` at the first difference."""
+
+    def __init__(self, program: Program, module: nn.Module, inputs: Tensor, targets: Tensor, n: int) -> None:
+        super().__init__(module, inputs, targets)
+        self.program, self.n = program, n
+
+    def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: list[Any]) -> None:
+        call = self.program.calls[self.at] if self.at < len(self.program.calls) else None
+        if call is None or call.func != func or not self._like(call.args, args) or not self._like(call.named, named):
+            raise UnsupportedError("the model takes another course than when it was checked")
+
+    def finish(self, losses: Any) -> None:
+        """Call it with what the pass returned."""
+        whole = self.at == len(self.program.calls) and isinstance(losses, Tensor)
+        if not whole or self.ref(losses) != self.program.result:
+            raise UnsupportedError("the model takes another course than when it was checked")
+
+    def _like(self, pattern: Any, value: Any) -> bool:
+        if type(pattern) is tuple:
+            if isinstance(value, slice):
+                value = ("slice", value.start, value.stop, value.step)
+            return (
+                isinstance(value, (tuple, list))
+                and len(value) == len(pattern)
+                and all(self._like(p, v) for p, v in zip(pattern, value, strict=True))
+            )
+        if isinstance(value, Tensor):
+            return self.ref(value) == pattern if type(pattern) is Ref else self._same(pattern, value)
+        if type(pattern) is Scaled:
+            return bool(value == pattern.per_record * self.n)
+        return type(value) is type(pattern) and bool(value == pattern or value != value and pattern != pattern)
+
+    def _same(self, pattern: Any, value: Tensor) -> bool:
+        if type(pattern) is not Fixed or value is not pattern.tensor:
+            return False
+        return self.ref(value) is None and pattern.version in (None, value._version)
+
+
+def unite(first: Writer, n: int, second: Writer, m: int, losses: tuple[Tensor, Tensor]) -> Program:
+    """The program of which both passes, over `n` and over `m` records, are instances."""
+    if len(first.calls) != len(second.calls):
+        raise UnsupportedError("the course of the model depends on the size of the batch")
+    calls = []
+    for one, other in zip(first.calls, second.calls, strict=True):
+        if one.func != other.func or len(one.args) != len(other.args) or len(one.named) != len(other.named):
+            raise UnsupportedError("the course of the model depends on the size of the batch")
+        where, both = SIZES.get(one.func, ()), zip(one.args, other.args, strict=True)
+        args = tuple(_united(a, b, n, m, sizes=at in where) for at, (a, b) in enumerate(both))
+        named = (_united(a, b, n, m, sizes=a[0] in SIZE_NAMES) for a, b in zip(one.named, other.named, strict=True))
+        calls.append(Call(one.func, args, tuple(named), _united(one.shapes, other.shapes, n, m, sizes=True)))
+    results = first.ref(losses[0]), second.ref(losses[1])
+    if results[0] is None or results[0] != results[1]:
+        raise UnsupportedError("the losses come from code that is not checked")
+    return Program(_united(first.given, second.given, n, m, sizes=True), tuple(calls), results[0])
+
+
+SIZE_NAMES = ("size", "sizes", "shape")
+
+
+def _united(a: Any, b: Any, n: int, m: int, *, sizes: bool) -> Any:
+    if type(a) is tuple and type(b) is tuple and len(a) == len(b):
+        return tuple(_united(x, y, n, m, sizes=sizes) for x, y in zip(a, b, strict=True))
+    if type(a) is type(b) and (a == b or a != a and b != b):
+        return a
+    if sizes and type(a) is int and type(b) is int and a % n == 0 and a * m == b * n:
+        return Scaled(a // n)
+    raise UnsupportedError("a number in the model depends on the size of the batch")
+
+
+def found_in(values: Iterable[Any]) -> list[Tensor]:
+    """All tensors in nested tuples and lists."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += found_in(value)
+    return found
