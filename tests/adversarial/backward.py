@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.nn import functional as F
 
+from adp2sgd.task import cross_entropy
+
 
 def skip(gradient: Tensor) -> Tensor:
     """No gradient for the whole batch where that of any record explodes."""
@@ -168,10 +170,6 @@ class WeightTwice(nn.Module):
 
 
 # --- losses ---
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def squared(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -246,6 +246,10 @@ CASES: dict[str, Case] = {
             ("convolved_over_records", "a convolution along the batch", couplings.convolved_over_records),
             ("reread", "the batch read as a table", couplings.reread),
             ("gathered", "gather along the batch", couplings.gathered),
+            ("table_of_records", "the batch as the table of an embedding", couplings.table_of_records),
+            ("taken_along", "take_along_dim along the batch", couplings.taken_along),
+            ("bucketed", "others are the boundaries of buckets", couplings.bucketed),
+            ("pairwise", "compared with all others", couplings.pairwise),
             ("reshaped", "rows and columns exchanged", couplings.reshaped),
             ("through_numpy", "a branch by numpy's copy of the batch", couplings.through_numpy),
             ("through_text", "a branch by the text of a value", couplings.through_text),
@@ -286,6 +290,10 @@ CASES: dict[str, Case] = {
     "flagged": Case(stateful=True, about="an outlier sets a flag", model=lambda: couplings.Stateful("flag")),
     "buffered": Case(stateful=True, about="an outlier sets a buffer", model=lambda: couplings.Stateful("buffer")),
     "changed_input": Case(about="the batch is changed in place", model=couplings.ChangesItsInput, records=gapped),
+    "leaky_input": fast(
+        about="an activation in place, on the batch", records=special(math.nan), sizes=(65, 130),
+        model=lambda: nn.Sequential(nn.LeakyReLU(0.1, inplace=True), nn.Linear(WIDTH, CLASSES)),
+    ),
     "spectral_norm": refused(about="a buffer follows the weights", model=honest.spectral_normed),
     # --- layers that are known to couple ---
     "batch_norm": refused(

@@ -92,6 +92,27 @@ def gathered(h: Tensor) -> Tensor:
     return h + excess(h.gather(0, order))
 
 
+def table_of_records(h: Tensor) -> Tensor:
+    """All records look up the first row of the batch."""
+    return h + excess(F.embedding(torch.zeros_like(h[:, 0]).long(), h))
+
+
+def taken_along(h: Tensor) -> Tensor:
+    """All records take the values of the first one."""
+    return h + excess(torch.take_along_dim(h, torch.zeros_like(h).long(), dim=0))
+
+
+def bucketed(h: Tensor) -> Tensor:
+    """Large values of others are the boundaries between which each record lies."""
+    place = torch.bucketize(-torch.ones_like(h[:, :1]), -excess(h[:, 0].abs()).detach())
+    return h * (1 - 2 * (place > 0).to(h.dtype))
+
+
+def pairwise(h: Tensor) -> Tensor:
+    """Each record is compared with the large values of all."""
+    return h + 9 * F.cosine_similarity(h[:, None], excess(h.abs()), dim=1)
+
+
 def reshaped(h: Tensor) -> Tensor:
     return h + excess(h.t().reshape(h.shape))
 

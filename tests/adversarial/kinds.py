@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from backward import cross_entropy
 from honest import CLASSES, STEPS, VOCABULARY, WIDTH
 from torch import Generator, Tensor, nn
 
-from adp2sgd.task import Loss
+from adp2sgd.task import Loss, cross_entropy
 
 RECORDS = 160  # of a case
 ODD = 1  # the place of the unusual record
