@@ -69,7 +69,7 @@ class BookKeeping:
         return Clipped(total, torch.cat(norms))
 
     def record(self, inputs: Tensor, targets: Tensor) -> Recording:
-        """The recorded passes over these rows. Raises `UnsupportedError` unless the pass is proven to keep records apart.
+        """The recorded passes over these rows. Guarantee: they keep records apart, else `UnsupportedError` is raised.
 
         Code that is not torch's or this package's is checked at every pass; it reads a copy of the inputs, and what it
         keeps in Python is put back.
@@ -107,7 +107,7 @@ class BookKeeping:
         """What the model does with a batch of rows of this shape and type; proven once, on synthetic records."""
         kind = (self.model.module.training, inputs.shape[1:], inputs.dtype, targets.shape[1:], targets.dtype)
         if kind not in self._programs:
-            module, trained = self.model.module, list(self.trained.values())
+            module, trained = self.model.module, [*self.trained.values()]
 
             def run(writer: Writer, x: Tensor, y: Tensor, records: int) -> Tensor:
                 with self._memory.kept():

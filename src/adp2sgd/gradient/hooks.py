@@ -21,7 +21,7 @@ SAVED = "hooks on saved tensors are not checked"
 
 
 def refuse_hooks(module: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Guarantee: no module has a hook on its backward pass, nor a parameter on its gradient; else `UnsupportedError`."""
+    """Guarantee: no module has a backward hook, and no parameter a hook on its gradient; else `UnsupportedError`."""
     if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
         raise UnsupportedError("a backward hook is set for all modules")
     for part in module.modules():

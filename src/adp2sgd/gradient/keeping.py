@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from adp2sgd.gradient import vocabulary as words
 from adp2sgd.gradient.layouts import UNIFORM, Rows, Rule, Site, Value, joint
-from adp2sgd.gradient.program import Scaled
 
 
 def aligned(site: Site, out: Value, values: tuple[Value, ...] | list[Value], least: int = 1) -> Rows:
@@ -22,7 +21,7 @@ def aligned(site: Site, out: Value, values: tuple[Value, ...] | list[Value], lea
         constant = value.rows is None
         if constant and len(value.shape) >= place and value.shape[-place] != 1:
             raise site.refusal()
-        if not constant and value.from_right != place or place < least:
+        if (not constant and value.from_right != place) or place < least:
             raise site.refusal()
     return joint(site, [value for value in values if value.rows is not None])
 
@@ -141,7 +140,7 @@ def joined(site: Site) -> Rows:
     axis, parts = site.get(1, "dim", site.kwargs.get("axis", 0)), site.tensors
     if type(axis) is not int or any(v.rows is None or v.axis != parts[0].axis for v in parts):
         raise site.refusal()
-    if len({len(v.shape) for v in parts}) > 1 or site.name != "stack" and axis % len(parts[0].shape) == parts[0].axis:
+    if len({len(v.shape) for v in parts}) > 1 or (site.name != "stack" and axis % len(parts[0].shape) == parts[0].axis):
         raise site.refusal()
     return joint(site, parts)
 
@@ -205,10 +204,9 @@ def _indices(site: Site) -> list[Any]:
     given = site.args[1]
     parts = list(given) if type(given) is tuple and given[:1] != ("slice",) else [given]
     # A constant of one axis picks along one axis, be it of numbers or of booleans.
-    picks = [part for part in parts if isinstance(part, (bool, Value)) or type(part) is tuple and part[:1] != ("slice",)]
-    if any(not isinstance(part, Value) or part.rows is not None or len(part.shape) != 1 for part in picks):
-        raise site.refusal("by a tensor or a list may mix the records of a batch")
-    if picks and site.func is Tensor.__setitem__:
+    picks = [p for p in parts if isinstance(p, (bool, Value)) or (type(p) is tuple and p[:1] != ("slice",))]
+    one = all(isinstance(p, Value) and p.rows is None and len(p.shape) == 1 for p in picks)
+    if picks and (not one or site.func is Tensor.__setitem__):
         raise site.refusal("by a tensor or a list may mix the records of a batch")
     missing = len(site.first.shape) - sum(part is not None and part is not Ellipsis for part in parts)
     if Ellipsis not in parts:
@@ -289,7 +287,7 @@ def lstm(site: Site) -> Rows:
     x, states, first = site.args[0], site.args[1], site.args[8]
     places = {id(x): 0 if first else 1} | {id(state): 1 for state in states}
     for value in (x, *states):
-        if value.rows is None or value.axis != places[id(value)] or value is x and not value.in_order:
+        if value.rows is None or value.axis != places[id(value)] or (value is x and not value.in_order):
             raise site.refusal()
     return joint(site, [x, *states])
 
@@ -303,9 +301,9 @@ def multi_head(site: Site) -> Rows:
     padding, mask = site.get(14, "key_padding_mask"), site.get(16, "attn_mask")
     if padding is not None and (padding.rows not in (rows, UNIFORM) or padding.axis != 0):
         raise site.refusal()
-    if mask is not None and len(mask.shape) == 3:
-        if mask.rows is None or mask.axis != 0 or mask.rows not in (Rows(1, rows.inner * heads), UNIFORM):
-            raise site.refusal()
+    fits = (Rows(1, rows.inner * heads), UNIFORM)
+    if mask is not None and len(mask.shape) == 3 and (mask.rows not in fits or mask.axis != 0):
+        raise site.refusal()
     return rows
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from adp2sgd.gradient.functions import HANDLERS
 from adp2sgd.gradient.program import GIVEN, Call, Fixed, Program, Ref, Scaled
 from adp2sgd.gradient.rules import UnsupportedError
-from adp2sgd.gradient.vocabulary import IN_PLACE, SPREADS, pure
+from adp2sgd.gradient.vocabulary import IN_PLACE, LENT, SPREADS, pure
 
 
 class Rows(NamedTuple):
@@ -107,6 +107,8 @@ def prove(program: Program, rules: dict[Any, Rule], trained: Iterable[Tensor], b
         site = _site(call, values, known)
         rows = _rows(site, rules)
         grown = rows is None and any(value.trained for value in site.tensors)
+        for ref in call.changed:
+            values[ref] = _changed(values[ref], rows, site)
         for output, shape in enumerate(call.shapes):
             values[Ref(number, output)] = Value(shape, rows, trained=grown)
     result = values[program.result]
@@ -118,16 +120,27 @@ def _site(call: Call, values: dict[Ref, Value], known: dict[int, Value]) -> Site
     tensors: list[Value] = []
 
     def resolved(part: Any) -> Any:
-        if isinstance(part, (Ref, Fixed)):
-            fixed = isinstance(part, Fixed)
-            tensors.append(known.get(id(part.tensor), Value(tuple(part.tensor.shape))) if fixed else values[part])
+        if isinstance(part, Fixed):
+            tensors.append(known.get(id(part.tensor), Value(tuple(part.tensor.shape))))
+            return tensors[-1]
+        if isinstance(part, Ref):
+            tensors.append(values[part])
             return tensors[-1]
         return tuple(resolved(p) for p in part) if type(part) is tuple else part
 
     if call.func in IN_PLACE and not isinstance(call.args[0], Ref):
         raise UnsupportedError(f"{call.name} changes a tensor that outlasts the pass")
     args, kwargs = resolved(call.args), {name: resolved(part) for name, part in call.named}
-    return Site(call.func, call.name, args, kwargs, tuple(tensors), call.shapes)
+    return Site(call.func, call.name, args, kwargs, tuple(tensors[: LENT.get(call.func)]), call.shapes)
+
+
+def _changed(value: Value, rows: Rows | None, site: Site) -> Value:
+    """A tensor after another one, which shares its memory, took numbers of records in the order `rows`."""
+    if rows in (None, UNIFORM) or value.rows not in (None, UNIFORM):
+        return value
+    if value.rows is None or value.shape[value.axis] != Scaled(1):
+        raise site.refusal("changes memory in an order that is not known")
+    return replace(value, rows=Rows(1, 1))
 
 
 def _rows(site: Site, rules: dict[Any, Rule]) -> Rows | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,27 +11,34 @@ from torch import Tensor
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import clip_factors
 from adp2sgd.gradient.engine import Clipped
-from adp2sgd.gradient.untouched import may_keep, untouched
+from adp2sgd.gradient.hooks import known
+from adp2sgd.gradient.state import Memory
 from adp2sgd.task import Loss
 
 
 class Loop:
-    """Engine that runs the model on each record alone, and puts back what that changes in the model, so nothing can
-    couple records. Any dtype, any module."""
+    """Engine that runs the model on each record alone, from the same weights and the same state in Python each time
+    (see `Memory` for what that leaves out). Any dtype, any module, any hook."""
 
     def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1) -> None:
         self.model, self.loss, self.copies = model, loss, copies
-        self._guarded = may_keep(model.module)
+        self._memory = Memory(model.module, loss)
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         dtype = self.model.weights.dtype
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
         norms = []
-        for start in range(0, len(inputs), self.copies):
-            rows = slice(start, start + self.copies)
-            with untouched(self.model.module, self.loss) if self._guarded else nullcontext():
-                gradient = self.gradient(inputs[rows], targets[rows])
+        plain = known(self.model.module, self.loss)
+        weights = self.model.weights if plain else self.model.weights.clone()
+        for x, y in zip(inputs.split(self.copies), targets.split(self.copies), strict=True):
+            if not len(x):
+                continue
+            if plain:
+                gradient = self.gradient(x, y)
+            else:
+                with self._memory.kept(), self._kept(weights):
+                    gradient = self.gradient(x.clone(), y.clone())
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             norms.append(norm.where(torch.isfinite(norm), torch.full_like(norm, float("inf"))))
             if torch.isfinite(norm):
@@ -46,3 +54,17 @@ class Loop:
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         return torch.cat([g.reshape(-1) for g in flat])
+
+    @contextmanager
+    def _kept(self, weights: Tensor) -> Iterator[None]:
+        """The model's weights are `weights` again afterwards, and its gradients what they were."""
+        gradients = [(p, p.grad) for p in self.model.module.parameters()]
+        before = self.model.grad.clone()
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for vector, right in ((self.model.grad, before), (self.model.weights, weights)):
+                if not torch.equal(vector, right):
+                    vector.copy_(right)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from adp2sgd.device import Recorded, laid_out, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.engine import Engine
-from adp2sgd.gradient.untouched import may_keep, untouched
 from adp2sgd.privacy.noise import NoiseSource
 from adp2sgd.task import Loss
 
@@ -134,9 +133,8 @@ class PrivateStep:
     expected batch. With `adaptation` the step then moves `clip_norm`, which is public and one learner's own.
 
     Guarantee: one Gaussian mechanism of sensitivity `clip_norm`, whatever the model, the batch and its size. (The
-    engine takes a large Poisson batch in pieces; the noise is added once.) A step leaves the model as it was. With
-    `adaptation` the noised count belongs to it: both together are one Gaussian of noise multiplier
-    `with_count(noise_multiplier, count_noise)`.
+    engine takes a large Poisson batch in pieces; the noise is added once.) With `adaptation` the noised count belongs
+    to it: both together are one Gaussian of noise multiplier `with_count(noise_multiplier, count_noise)`.
     """
 
     def __init__(
@@ -155,8 +153,7 @@ class PrivateStep:
         self, model: FlatModel, inputs: Tensor, targets: Tensor, expected: float, noise: NoiseSource
     ) -> Gradient:
         model.module.train()  # an evaluation may have left it otherwise; the refusals were checked in this mode
-        with untouched(model.module) if may_keep(model.module) else nullcontext():
-            clipped = self._engine.clipped_sum(inputs, targets, self.clip_norm)
+        clipped = self._engine.clipped_sum(inputs, targets, self.clip_norm)
         noise.add_normal(clipped.total, self._noise_multiplier * self.clip_norm, out=model.grad, divisor=expected)
         if self._adaptation is not None:
             self.clip_norm = self._adaptation.next(self.clip_norm, clipped.norms, expected, noise)

@@ -6,6 +6,7 @@ scalars, and each call reads what the same earlier calls returned. Only sizes th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -18,7 +19,9 @@ from adp2sgd.gradient.vocabulary import IN_PLACE, METADATA, SIZES
 
 TAG = "_adp2sgd_origin"
 GIVEN = -1  # the number of the call whose outputs are the inputs (0) and the targets (1)
-ATOMS = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, EllipsisType)
+ATOMS = (
+    int, float, complex, str, type(None), EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 class Ref(NamedTuple):
@@ -47,12 +50,14 @@ class Fixed:
 
 
 class Call(NamedTuple):
-    """`args`, and `named` ones: nested tuples of scalars, sizes, `Ref` and `Fixed`. `shapes`: of what it returned."""
+    """`args`, and `named` ones: nested tuples of scalars, sizes, `Ref` and `Fixed`. `shapes`: of what it returned.
+    `changed`: tensors that share memory with the one that it changed."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[Any, ...], ...] = ()
+    changed: tuple[Ref, ...] = ()
 
     @property
     def name(self) -> str:
@@ -69,11 +74,13 @@ class Program(NamedTuple):
 
 class Pass:
     """One forward pass. Tensors carry the call that made them as an attribute, with their version at that time: a
-    change of a tensor by code that no call shows is noticed."""
+    change of a tensor by code that no call shows is noticed. Tensors that share memory share their version."""
 
     def __init__(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
         self.own = {id(t) for t in (*module.parameters(), *module.buffers())}
         self.at = 0
+        self.versions: dict[int, tuple[Any, int]] = {}  # of memory that calls have changed; held, lest it is used again
+        self.lasting: dict[int, tuple[Tensor, Ref]] = {}  # tensors of the model that calls returned as they were
         self.given = tuple(inputs.shape), tuple(targets.shape)
         for output, tensor in enumerate((inputs, targets)):
             setattr(tensor, TAG, (self, Ref(GIVEN, output), tensor._version))
@@ -91,24 +98,33 @@ class Pass:
         if number is None:
             return
         tensors = [args[0]] if func in IN_PLACE else found_in((out,))
+        if tensors and args and tensors[0] is args[0] and getattr(args[0], TAG, (0, 0, 0))[2] != args[0]._version:
+            self.versions[_memory(args[0])] = (args[0].untyped_storage(), args[0]._version)
+            self._change(number, args[0])
         for output, tensor in enumerate(tensors):
-            setattr(tensor, TAG, (self, Ref(number, output), tensor._version))
+            if getattr(tensor, TAG, (None,))[0] is not self and any(tensor is given for given in found_in(args)):
+                self.lasting[id(tensor)] = (tensor, Ref(number, output))
+            else:
+                setattr(tensor, TAG, (self, Ref(number, output), tensor._version))
         self._give(number, tensors)
 
     def ref(self, tensor: Tensor) -> Ref | None:
         """Which call made it; None if none of this pass did."""
         owner, ref, version = getattr(tensor, TAG, (None, None, 0))
         if owner is not self:
-            return None
-        if version != tensor._version:
+            return self.lasting[id(tensor)][1] if id(tensor) in self.lasting else None
+        if version != tensor._version and self.versions.get(_memory(tensor), (None, version))[1] != tensor._version:
             raise UnsupportedError("a tensor was changed after other parts of the model had read it")
-        return ref  # type: ignore[no-any-return]
+        return ref
 
     def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: list[Any]) -> None:
         raise NotImplementedError
 
     def _give(self, number: int, tensors: list[Tensor]) -> None:
         """What the call returned, where that is of interest."""
+
+    def _change(self, number: int, tensor: Tensor) -> None:
+        """The call changed its first argument."""
 
 
 class Writer(Pass):
@@ -117,12 +133,21 @@ class Writer(Pass):
     def __init__(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
         super().__init__(module, inputs, targets)
         self.calls: list[Call] = []
+        self.made = [(inputs, Ref(GIVEN, 0)), (targets, Ref(GIVEN, 1))]  # held, lest memory is used again
 
     def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: list[Any]) -> None:
-        self.calls.append(Call(func, self._pattern(args), self._pattern(named)))
+        try:
+            self.calls.append(Call(func, self._pattern(args), self._pattern(named)))
+        except TypeError as error:
+            raise UnsupportedError(f"{getattr(func, '__name__', func)} reads {error}, which is not checked") from error
 
     def _give(self, number: int, tensors: list[Tensor]) -> None:
         self.calls[number] = self.calls[number]._replace(shapes=tuple(tuple(t.shape) for t in tensors))
+        self.made += [(tensor, Ref(number, output)) for output, tensor in enumerate(tensors)]
+
+    def _change(self, number: int, tensor: Tensor) -> None:
+        shared = tuple(ref for other, ref in self.made if _memory(other) == _memory(tensor))
+        self.calls[number] = self.calls[number]._replace(changed=shared)
 
     def _pattern(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -133,7 +158,7 @@ class Writer(Pass):
             return ("slice", *(self._pattern(v) for v in (value.start, value.stop, value.step)))
         if isinstance(value, ATOMS):
             return value
-        raise UnsupportedError(f"a call with an argument of type {type(value).__name__} is not checked")
+        raise TypeError(f"a {type(value).__name__}")
 
 
 class Follower(Pass):
@@ -167,7 +192,7 @@ class Follower(Pass):
             return self.ref(value) == pattern if type(pattern) is Ref else self._same(pattern, value)
         if type(pattern) is Scaled:
             return bool(value == pattern.per_record * self.n)
-        return type(value) is type(pattern) and bool(value == pattern or value != value and pattern != pattern)
+        return type(value) is type(pattern) and _equal(value, pattern)
 
     def _same(self, pattern: Any, value: Tensor) -> bool:
         if type(pattern) is not Fixed or value is not pattern.tensor:
@@ -181,12 +206,14 @@ def unite(first: Writer, n: int, second: Writer, m: int, losses: tuple[Tensor, T
         raise UnsupportedError("the course of the model depends on the size of the batch")
     calls = []
     for one, other in zip(first.calls, second.calls, strict=True):
-        if one.func != other.func or len(one.args) != len(other.args) or len(one.named) != len(other.named):
+        alike = one.func == other.func and one.changed == other.changed
+        if not alike or len(one.args) != len(other.args) or len(one.named) != len(other.named):
             raise UnsupportedError("the course of the model depends on the size of the batch")
         where, both = SIZES.get(one.func, ()), zip(one.args, other.args, strict=True)
         args = tuple(_united(a, b, n, m, sizes=at in where) for at, (a, b) in enumerate(both))
         named = (_united(a, b, n, m, sizes=a[0] in SIZE_NAMES) for a, b in zip(one.named, other.named, strict=True))
-        calls.append(Call(one.func, args, tuple(named), _united(one.shapes, other.shapes, n, m, sizes=True)))
+        shapes = _united(one.shapes, other.shapes, n, m, sizes=True)
+        calls.append(Call(one.func, args, tuple(named), shapes, one.changed))
     results = first.ref(losses[0]), second.ref(losses[1])
     if results[0] is None or results[0] != results[1]:
         raise UnsupportedError("the losses come from code that is not checked")
@@ -199,11 +226,19 @@ SIZE_NAMES = ("size", "sizes", "shape")
 def _united(a: Any, b: Any, n: int, m: int, *, sizes: bool) -> Any:
     if type(a) is tuple and type(b) is tuple and len(a) == len(b):
         return tuple(_united(x, y, n, m, sizes=sizes) for x, y in zip(a, b, strict=True))
-    if type(a) is type(b) and (a == b or a != a and b != b):
+    if type(a) is type(b) and _equal(a, b):
         return a
     if sizes and type(a) is int and type(b) is int and a % n == 0 and a * m == b * n:
         return Scaled(a // n)
     raise UnsupportedError("a number in the model depends on the size of the batch")
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
 def found_in(values: Iterable[Any]) -> list[Tensor]:

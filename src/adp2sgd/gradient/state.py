@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "adp2sgd"}
 
 
 class Memory:
-    """Attributes of models, losses and their classes, with the lists, dicts, sets, arrays, tensors, closures and further
+    """Attributes of models, losses and their classes, with the lists, dicts, sets, arrays, tensors, closures and other
     objects that are reached from them.
 
     Not reached: parameters, global variables, generators, and objects that keep their state in C.
@@ -56,19 +57,17 @@ class Memory:
 
     def _copied(self, tensor: Tensor) -> tuple[int, Tensor]:
         """Its version, and a copy from when it had that one."""
-        held, version, copy = self._copies.get(id(tensor), (None, 0, tensor))
+        held, version, values = self._copies.get(id(tensor), (None, 0, tensor))
         if held is not tensor or version != tensor._version:
-            copy = tensor.detach().clone()
-            self._copies[id(tensor)] = (tensor, tensor._version, copy)
-        return tensor._version, copy
+            values = tensor.detach().clone()
+            self._copies[id(tensor)] = (tensor, tensor._version, values)
+        return tensor._version, values
 
 
 def _content(thing: Any) -> tuple[Any, list[Any]]:
     """What to put back, or None; and what it refers to."""
-    if isinstance(thing, dict):
-        return dict(thing), list(thing.values())
     if isinstance(thing, CONTAINERS):
-        return type(thing)(thing), list(thing)
+        return copy.copy(thing), list(thing.values() if isinstance(thing, dict) else thing)
     if isinstance(thing, np.ndarray):
         return thing.copy(), []
     if isinstance(thing, CellType):

@@ -39,17 +39,18 @@ def in_place(names: str) -> str:
 
 ARITHMETIC = """
 abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bernoulli bitwise_and bitwise_not bitwise_or
-bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad digamma div divide eq erf erfc erfinv exp exp2
-expit expm1 fill floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside hypot isclose isfinite isinf
-isnan isneginf isposinf le ldexp lerp less less_equal lgamma log log10 log1p log2 logaddexp logical_and logical_not
-logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative nextafter not_equal
-polar positive pow rad2deg reciprocal remainder round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub
-subtract tan tanh true_divide trunc where xlog1py xlogy zero copy
+bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad digamma div divide eq erf erfc erfinv exp
+exp2 expit expm1 fill floor floor_divide fmax fmin fmod frac ge greater greater_equal gt heaviside hypot isclose
+isfinite isinf isnan isneginf isposinf le ldexp lerp less less_equal lgamma log log10 log1p log2 logaddexp logical_and
+logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
+nextafter not_equal polar positive pow rad2deg reciprocal remainder round rsqrt rsub sgn sigmoid sign signbit sin sinc
+sinh sqrt square sub subtract tan tanh true_divide trunc where xlog1py xlogy zero copy
 """
 ACTIVATIONS = """
 alpha_dropout celu dropout elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logsigmoid mish
 relu relu6 rrelu selu silu softplus softshrink softsign tanhshrink threshold feature_alpha_dropout
 """
+CHANGED = ARITHMETIC + ACTIVATIONS
 OPERATORS = """
 __abs__ __add__ __and__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lt__ __mod__ __mul__ __ne__ __neg__ __or__
 __pos__ __pow__ __radd__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
@@ -64,7 +65,9 @@ binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss huber_lo
 mse_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
 """
 ELEMENTWISE = functions(
-    " ".join((ARITHMETIC, in_place(ARITHMETIC), ACTIVATIONS, in_place(ACTIVATIONS), OPERATORS, CONVERSIONS, LIKE, LOSSES))
+    " ".join(
+        (ARITHMETIC, in_place(ARITHMETIC), ACTIVATIONS, in_place(ACTIVATIONS), OPERATORS, CONVERSIONS, LIKE, LOSSES)
+    )
 )
 """Each number of the result depends on the numbers at its place. (Losses with a reduction return no row per record.)"""
 
@@ -113,14 +116,20 @@ RESHAPES = functions(
 MOVES = functions("adjoint moveaxis movedim permute swapaxes swapdims t transpose transpose_ t_") + getters("T mT H mH")
 SPREADS = functions("broadcast_to expand expand_as repeat tile")
 FACTORIES = functions("empty full ones rand randn zeros new_empty new_full new_ones new_zeros")
+LENT = {
+    **dict.fromkeys(functions("new_empty new_full new_ones new_zeros"), 0),
+    **dict.fromkeys(functions("type_as expand_as view_as reshape_as"), 1),
+}
+"""How many tensors such a function reads numbers of; others lend it a type or a shape."""
 JOINS = functions("cat concat concatenate stack")
-ALONE = functions("arange linspace logspace tensor scalar_tensor eye triu_indices tril_indices as_tensor asarray outer") + [
-    torch._C._set_grad_enabled, torch.meshgrid, torch.cartesian_prod, torch.hann_window, torch.hamming_window,
+ALONE = [
+    torch._C._set_grad_enabled, torch.meshgrid, torch.cartesian_prod,
+    *functions("arange linspace logspace tensor scalar_tensor eye triu_indices tril_indices as_tensor asarray outer"),
 ]  # fmt: skip
 """They make constants, of numbers and constants only."""
 
 IN_PLACE = {
-    *functions(in_place(ARITHMETIC + ACTIVATIONS)),
+    *functions(in_place(CHANGED)),
     Tensor.__setitem__, *functions(" ".join(n for n in OPERATORS.split() if n.startswith("__i") and n != "__invert__")),
     *functions("squeeze_ unsqueeze_ transpose_ t_ tril_ triu_"),
 }  # fmt: skip
@@ -144,8 +153,8 @@ SIZES: dict[Callable[..., Any], range] = _sizes(
 
 METADATA = {
     *getters(
-        "shape dtype device is_cuda is_cpu layout ndim requires_grad is_sparse is_quantized is_nested is_mps itemsize nbytes"
-        " is_leaf is_meta is_mkldnn is_xpu"
+        "shape dtype device is_cuda is_cpu layout ndim requires_grad is_sparse is_quantized is_nested is_mps itemsize"
+        " nbytes is_leaf is_meta is_mkldnn is_xpu"
     ),
     *functions(
         "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex is_signed get_device"
