@@ -248,6 +248,7 @@ CASES: dict[str, Case] = {
             ("gathered", "gather along the batch", couplings.gathered),
             ("table_of_records", "the batch as the table of an embedding", couplings.table_of_records),
             ("taken_along", "take_along_dim along the batch", couplings.taken_along),
+            ("shared_memory", "two views of one memory", couplings.shared_memory),
             ("bucketed", "others are the boundaries of buckets", couplings.bucketed),
             ("pairwise", "compared with all others", couplings.pairwise),
             ("reshaped", "rows and columns exchanged", couplings.reshaped),
@@ -289,6 +290,7 @@ CASES: dict[str, Case] = {
     "remembered": Case(stateful=True, about="outliers stay in a list", model=lambda: couplings.Stateful("list")),
     "flagged": Case(stateful=True, about="an outlier sets a flag", model=lambda: couplings.Stateful("flag")),
     "buffered": Case(stateful=True, about="an outlier sets a buffer", model=lambda: couplings.Stateful("buffer")),
+    "global": Case(stateful=True, about="an outlier stays in a global variable", model=couplings.Global),
     "changed_input": Case(about="the batch is changed in place", model=couplings.ChangesItsInput, records=gapped),
     "leaky_input": fast(
         about="an activation in place, on the batch", records=special(math.nan), sizes=(65, 130),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from cases import CASES
+from couplings import OUTLIERS
 from kinds import RECORDS, Case
 from torch import Tensor, nn
 
@@ -105,6 +106,7 @@ class Path:
         for name, value in kept.items():
             if not name.startswith("_"):
                 setattr(module, name, value)
+        OUTLIERS.clear()
         for name, buffer in kept.get("_buffers", {}).items():
             getattr(module, name).copy_(buffer)
 
