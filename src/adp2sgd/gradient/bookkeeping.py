@@ -71,18 +71,21 @@ class BookKeeping:
     def record(self, inputs: Tensor, targets: Tensor) -> Recording:
         """The recorded passes over these rows. Guarantee: they keep records apart, else `UnsupportedError` is raised.
 
-        Code that is not torch's or this package's is checked at every pass; it reads a copy of the inputs, and what it
-        keeps in Python is put back.
+        Layers read a copy of the inputs. Code that is not torch's or this package's is checked at every pass, and what
+        it keeps in Python is put back.
         """
         module, records = self.model.module, len(inputs) // self.copies
         refuse_hooks(module, self.trained.values())
+        inputs, targets = (
+            inputs.clone(),
+            targets.clone(),
+        )  # layers may change them in place, and `_piece` reads them again
         if known(module, self.loss):
             self._program(inputs, targets)
             recording = Recording(self.trained, module.buffers(), records)
             self._backward(recording, self._forward(recording, inputs, targets))
             return recording
         with self._memory.kept(), without_saved_hooks():
-            inputs, targets = inputs.clone(), targets.clone()
             course = Follower(self._program(inputs, targets), module, inputs, targets, records)
             recording = Recording(self.trained, module.buffers(), records, course)
             losses = self._forward(recording, inputs, targets)

@@ -35,8 +35,8 @@ def elementwise(site: Site) -> Rows:
 
 
 def of_first(site: Site) -> Rows:
-    """Where the records of the first tensor lie; others are constants, or only give a type."""
-    if site.first.rows is None or site.first.axis != site.out.axis:
+    """Where the records of the first tensor lie; the others are constants."""
+    if site.first.rows is None or site.first.axis != site.out.axis or len(site.with_records) > 1:
         raise site.refusal()
     return site.first.rows
 
@@ -58,13 +58,13 @@ def along(site: Site) -> Rows:
     place, default = words.ALONG[site.func]
     named = site.kwargs.get("dims", site.kwargs.get("axis", default))
     axes = site.get(place, "dim", named)
-    if isinstance(axes, Value):  # of two tensors, the larger or the smaller numbers
+    if isinstance(axes, Value) and site.name in ("max", "min"):  # of two tensors
         return elementwise(site)
     axes = site.args[1:] if site.name == "flip" and len(site.args) > 2 else axes if type(axes) is tuple else (axes,)
     first = site.first
-    if any(v.rows is None or v.axis != first.axis for v in site.tensors) or any(type(a) is not int for a in axes):
+    if any(v.rows is None or v.axis != first.axis or len(v.shape) != len(first.shape) for v in site.tensors):
         raise site.refusal()
-    if not axes:
+    if not axes or any(type(a) is not int for a in axes):
         raise site.refusal()
     if any(a % len(v.shape) == v.axis for a in axes for v in site.tensors):
         return _interleaved(site)

@@ -107,8 +107,8 @@ def prove(program: Program, rules: dict[Any, Rule], trained: Iterable[Tensor], b
         site = _site(call, values, known)
         rows = _rows(site, rules)
         grown = rows is None and any(value.trained for value in site.tensors)
-        for ref in call.changed:
-            values[ref] = _changed(values[ref], rows, site)
+        for ref, strides in call.changed:
+            values[ref] = _changed(values[ref], strides, rows, site, dict(call.changed)[call.args[0]])
         for output, shape in enumerate(call.shapes):
             values[Ref(number, output)] = Value(shape, rows, trained=grown)
     result = values[program.result]
@@ -134,11 +134,15 @@ def _site(call: Call, values: dict[Ref, Value], known: dict[int, Value]) -> Site
     return Site(call.func, call.name, args, kwargs, tuple(tensors[: LENT.get(call.func)]), call.shapes)
 
 
-def _changed(value: Value, rows: Rows | None, site: Site) -> Value:
-    """A tensor after another one, which shares its memory, took numbers of records in the order `rows`."""
+def _changed(
+    value: Value, strides: tuple[Any, ...], rows: Rows | None, site: Site, own: tuple[Any, ...]
+) -> Value:  # fmt: skip
+    """A tensor after another one, which shares its memory, took numbers of records in the order `rows`. Both must have
+    one place for each record, the same distance apart."""
     if rows in (None, UNIFORM) or value.rows not in (None, UNIFORM):
         return value
-    if value.rows is None or value.shape[value.axis] != Scaled(1):
+    alike = value.rows is not None and strides[value.axis] == own[site.first.axis]
+    if not alike or value.shape[value.axis] != Scaled(1) or site.first.shape[site.first.axis] != Scaled(1):
         raise site.refusal("changes memory in an order that is not known")
     return replace(value, rows=Rows(1, 1))
 

@@ -51,13 +51,13 @@ class Fixed:
 
 class Call(NamedTuple):
     """`args`, and `named` ones: nested tuples of scalars, sizes, `Ref` and `Fixed`. `shapes`: of what it returned.
-    `changed`: tensors that share memory with the one that it changed."""
+    `changed`: tensors that share memory with the one that it changed, and their strides."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[Any, ...], ...] = ()
-    changed: tuple[Ref, ...] = ()
+    changed: tuple[tuple[Ref, tuple[Any, ...]], ...] = ()
 
     @property
     def name(self) -> str:
@@ -146,7 +146,7 @@ class Writer(Pass):
         self.made += [(tensor, Ref(number, output)) for output, tensor in enumerate(tensors)]
 
     def _change(self, number: int, tensor: Tensor) -> None:
-        shared = tuple(ref for other, ref in self.made if _memory(other) == _memory(tensor))
+        shared = tuple((ref, other.stride()) for other, ref in self.made if _memory(other) == _memory(tensor))
         self.calls[number] = self.calls[number]._replace(changed=shared)
 
     def _pattern(self, value: Any) -> Any:
@@ -206,14 +206,15 @@ def unite(first: Writer, n: int, second: Writer, m: int, losses: tuple[Tensor, T
         raise UnsupportedError("the course of the model depends on the size of the batch")
     calls = []
     for one, other in zip(first.calls, second.calls, strict=True):
-        alike = one.func == other.func and one.changed == other.changed
+        alike = one.func == other.func and len(one.changed) == len(other.changed)
         if not alike or len(one.args) != len(other.args) or len(one.named) != len(other.named):
             raise UnsupportedError("the course of the model depends on the size of the batch")
         where, both = SIZES.get(one.func, ()), zip(one.args, other.args, strict=True)
         args = tuple(_united(a, b, n, m, sizes=at in where) for at, (a, b) in enumerate(both))
         named = (_united(a, b, n, m, sizes=a[0] in SIZE_NAMES) for a, b in zip(one.named, other.named, strict=True))
         shapes = _united(one.shapes, other.shapes, n, m, sizes=True)
-        calls.append(Call(one.func, args, tuple(named), shapes, one.changed))
+        changed = _united(one.changed, other.changed, n, m, sizes=True)
+        calls.append(Call(one.func, args, tuple(named), shapes, changed))
     results = first.ref(losses[0]), second.ref(losses[1])
     if results[0] is None or results[0] != results[1]:
         raise UnsupportedError("the losses come from code that is not checked")

@@ -96,7 +96,7 @@ def _along(place: int, default: Any, names: str) -> None:
 _along(
     1, REQUIRED, """
     all any amax amin argmax argmin cummax cummin cumprod cumsum flip gather logcumsumexp logsumexp max mean median min
-    nanmean nanmedian nansum narrow prod select softmax log_softmax softmin std sum take_along_dim var count_nonzero
+    nanmean nanmedian nansum narrow prod select softmax log_softmax softmin std sum var count_nonzero
     std_mean var_mean scatter scatter_add
     """,
 )  # fmt: skip
@@ -105,7 +105,7 @@ _along(1, -1, "glu")
 _along(2, 0, "chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split")
 _along(2, -1, "fft ifft rfft irfft hfft ihfft diff")
 _along(2, 1, "normalize cosine_similarity")
-_along(2, REQUIRED, "roll norm vector_norm repeat_interleave kthvalue")
+_along(2, REQUIRED, "roll norm vector_norm repeat_interleave kthvalue take_along_dim")
 ALONG[Tensor.unfold] = (1, REQUIRED)
 BATCH_FIRST.remove(Tensor.unfold)
 
@@ -118,7 +118,7 @@ SPREADS = functions("broadcast_to expand expand_as repeat tile")
 FACTORIES = functions("empty full ones rand randn zeros new_empty new_full new_ones new_zeros")
 LENT = {
     **dict.fromkeys(functions("new_empty new_full new_ones new_zeros"), 0),
-    **dict.fromkeys(functions("type_as expand_as view_as reshape_as"), 1),
+    **dict.fromkeys(functions("to type_as expand_as view_as reshape_as"), 1),
 }
 """How many tensors such a function reads numbers of; others lend it a type or a shape."""
 JOINS = functions("cat concat concatenate stack")
