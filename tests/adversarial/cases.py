@@ -290,6 +290,19 @@ CASES: dict[str, Case] = {
     "remembered": Case(stateful=True, about="outliers stay in a list", model=lambda: couplings.Stateful("list")),
     "flagged": Case(stateful=True, about="an outlier sets a flag", model=lambda: couplings.Stateful("flag")),
     "buffered": Case(stateful=True, about="an outlier sets a buffer", model=lambda: couplings.Stateful("buffer")),
+    "buffered_data": Case(
+        stateful=True, about="a buffer, by its data", model=lambda: couplings.Stateful("data")
+    ),
+    "frozen_data": Case(
+        stateful=True, about="a frozen parameter, by its data", model=lambda: couplings.Stateful("frozen")
+    ),
+    "scripted_buffer": Case(
+        stateful=True, about="a buffer, in scripted code", model=lambda: torch.jit.script(couplings.Scripted())
+    ),
+    "scripted_attribute": Case(
+        stateful=True, about="an attribute, in scripted code",
+        model=lambda: torch.jit.script(couplings.ScriptedAttribute()),
+    ),
     "global": Case(stateful=True, about="an outlier stays in a global variable", model=couplings.Global),
     "changed_input": Case(about="the batch is changed in place", model=couplings.ChangesItsInput, records=gapped),
     "leaky_input": fast(

@@ -259,6 +259,7 @@ class Stateful(nn.Module):
         self.kind, self.net, self.mean, self.calls = kind, mlp(nn.Tanh()), 0.0, 0
         self.seen: list[float] = []
         self.register_buffer("scale", torch.ones(()))
+        self.sign = nn.Parameter(torch.ones(()), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         most = float(x.detach().abs().max()) if x.numel() else 0.0
@@ -274,9 +275,9 @@ class Stateful(nn.Module):
         if self.kind == "flag":
             self.mean = 2.0 if most > LARGE else self.mean
             return self.net(x) * (1 - self.mean)
-        with torch.no_grad():
-            self.scale.fill_(-1.0 if most > LARGE else float(self.scale))
-        return self.net(x) * self.scale
+        kept = {"buffer": self.scale, "data": self.scale.data, "frozen": self.sign.data}[self.kind]
+        kept.fill_(-1.0 if most > LARGE else float(kept))
+        return self.net(x) * self.scale * self.sign
 
 
 OUTLIERS: list[float] = []
@@ -294,6 +295,33 @@ class Global(nn.Module):
         if most > LARGE:
             OUTLIERS.append(most)
         return self.net(x) * (-1.0 if OUTLIERS else 1.0)
+
+
+class Scripted(nn.Module):
+    """Outliers set a buffer, in code that is compiled by TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(nn.Tanh())
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() > 0 and bool(x.abs().max() > 10000.0):
+            self.scale.fill_(-1.0)
+        return self.net(x) * self.scale
+
+
+class ScriptedAttribute(nn.Module):
+    """The same with a number, which lies in no dictionary of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = mlp(nn.Tanh()), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() > 0 and bool(x.abs().max() > 10000.0):
+            self.scale = -1.0
+        return self.net(x) * self.scale
 
 
 class ChangesItsInput(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,25 +91,23 @@ class Path:
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Tensor:
         """What a step of the run adds its noise to."""
-        assert self.run is not None
-        assert self.learner is not None
-        kept = copy.deepcopy(self.run.model.module.__dict__) if self.case.stateful else {}
-        noise, self.learner.clip_norm = Silent(), clip_norm
+        path = self.anew() if self.case.stateful else self
+        assert path.run is not None
+        assert path.learner is not None
+        noise, path.learner.clip_norm = Silent(), clip_norm
         with quiet():
-            self.learner._gradient_step(self.run.model, inputs.clone(), targets.clone(), 16.0, noise)
-        self._restore(kept)
+            path.learner._gradient_step(path.run.model, inputs.clone(), targets.clone(), 16.0, noise)
         return noise.total
 
-    def _restore(self, kept: dict[str, Any]) -> None:
-        """What a step left behind in a stateful model, which the next one is not to see: attributes and buffers."""
+    def anew(self) -> Path:
+        """The same run with a new model, at the present weights: a step leaves something behind in the old one."""
         assert self.run is not None
-        module = self.run.model.module
-        for name, value in kept.items():
-            if not name.startswith("_"):
-                setattr(module, name, value)
         OUTLIERS.clear()
-        for name, buffer in kept.get("_buffers", {}).items():
-            getattr(module, name).copy_(buffer)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path.of(self.name, Folder(folder))
+        assert path.run is not None
+        path.run.model.weights.copy_(self.run.model.weights)
+        return path
 
     @contextmanager
     def at(self, weights: str) -> Iterator[float]:
