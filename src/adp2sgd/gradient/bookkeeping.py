@@ -83,7 +83,7 @@ class BookKeeping:
             return recording
         with self._memory.kept(), without_saved_hooks():
             inputs, targets = inputs.clone(), targets.clone()
-            course = Follower(self._program(inputs, targets), module, inputs, targets, records)
+            course = Follower(self._program(inputs, targets), inputs, targets, records)
             recording = Recording(self.trained, module.buffers(), records, course)
             losses = self._forward(recording, inputs, targets)
             course.finish(losses)
