@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,16 @@ Seen = dict[int, tuple[Any, Any, Callable[[Any, Any], None]]]
 """By identity: a thing, what it was, and how to make it that again."""
 OPAQUE = (str, bytes, int, float, complex, type(None), nn.Parameter, torch.dtype, torch.device, torch.Size)
 CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "adp2sgd"}
-"""Packages of whose classes nothing is looked into, but for containers, closures and layers."""
+"""Packages of whose classes and functions nothing is looked into, but for containers, closures and layers."""
+LARGEST = 10_000
 
 
 class Memory:
-    """Attributes of models, losses and their classes, with the lists, dicts, sets, arrays, tensors, closures and other
-    objects that are reached from them.
+    """Attributes of models, losses and their classes, and the global variables that their functions name, with the
+    lists, dicts, sets, arrays, tensors, closures and other objects that are reached from them.
 
-    Not reached: parameters, global variables, generators, and objects that keep their state in C.
+    Not reached: parameters, variables of other modules, containers of more than `LARGEST` things, generators, and
+    objects that keep their state in C.
     """
 
     def __init__(self, *roots: Any) -> None:
@@ -86,17 +88,20 @@ def _closed(kind: type) -> bool:
 def _dict(thing: Any, waiting: list[Any]) -> Entry:
     if not thing:
         return thing, thing, _empty
+    if len(thing) > LARGEST:
+        return thing, None, _nothing
     waiting += thing.values()
     return thing, dict(thing), _refill
 
 
 def _sequence(thing: Any, waiting: list[Any]) -> Entry:
+    if len(thing) > LARGEST:
+        return thing, None, _nothing
     waiting += thing
     return thing, list(thing), _relist
 
 
 def _set(thing: Any, waiting: list[Any]) -> Entry:
-    waiting += thing
     return thing, set(thing), _reset
 
 
@@ -133,16 +138,31 @@ def _open_classes(kind: type) -> tuple[type, ...]:
 
 
 def _parts(thing: Any, waiting: list[Any]) -> Entry:
-    """What does not change itself, but refers to others: tuples, functions, methods, `functools.partial`."""
+    """What does not change itself, but refers to others: tuples, methods, `functools.partial`."""
     if isinstance(thing, tuple):
         waiting += thing
     elif isinstance(thing, MethodType):
         waiting += [thing.__self__, thing.__func__]
-    elif isinstance(thing, FunctionType):
-        waiting += [*(thing.__closure__ or ()), *(thing.__defaults__ or ()), thing.__kwdefaults__, thing.__dict__]
     else:
         waiting += [getattr(thing, name) for name in ("func", "args", "keywords", "fget") if hasattr(thing, name)]
     return thing, None, _nothing
+
+
+def _function(thing: FunctionType, waiting: list[Any]) -> Entry:
+    waiting += [*(thing.__closure__ or ()), *(thing.__defaults__ or ()), thing.__kwdefaults__, thing.__dict__]
+    if str(thing.__module__).partition(".")[0] in CLOSED:
+        return thing, None, _nothing
+    space = thing.__globals__
+    named = {name: space[name] for name in _names(thing.__code__) if name in space}
+    waiting += named.values()
+    return thing, named, _refill_globals
+
+
+@cache
+def _names(code: CodeType) -> frozenset[str]:
+    """All that a function, and functions within it, may name."""
+    inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def _tensor(thing: Any, waiting: list[Any]) -> Entry:
@@ -158,7 +178,8 @@ WAYS: tuple[tuple[Any, Way | None], ...] = (
     (np.ndarray, _array),
     (CellType, _cell),
     (type, _class),
-    ((tuple, MethodType, FunctionType), _parts),
+    (FunctionType, _function),
+    ((tuple, MethodType), _parts),
 )
 
 
@@ -199,6 +220,15 @@ def _rewrite_array(thing: Any, before: Any) -> None:
 
 def _refill_cell(thing: CellType, before: Any) -> None:
     thing.cell_contents = before
+
+
+def _refill_globals(thing: FunctionType, before: dict[str, Any]) -> None:
+    space = thing.__globals__
+    for name in _names(thing.__code__):
+        if name in before and space.get(name, space) is not before[name]:
+            space[name] = before[name]
+        elif name not in before and name in space:
+            del space[name]
 
 
 def _refill_class(thing: type, before: dict[str, Any]) -> None:
