@@ -36,7 +36,10 @@ def objection(
     """
     unlike = partial(_unlike, loss)
     for dtype, tolerance in ((torch.float64, 1e-6), (model.weights.dtype, 1e-2)):
-        twin = FlatModel(without_dropout(copy.deepcopy(model.module).train().to(dtype)), model.device)
+        try:
+            twin = FlatModel(without_dropout(copy.deepcopy(model.module).train().to(dtype)), model.device)
+        except Exception as error:  # a compiled function, say, that cannot be copied
+            return f"the model cannot be copied ({str(error).splitlines()[0]})"
         # Layers that start at zero would hide what lies behind them.
         twin.weights.add_(synthetic(twin.weights, len(twin.weights)).sub_(0.5), alpha=0.02)
         inputs, targets = (t.to(dtype) if t.is_floating_point() else t for t in (x, y))

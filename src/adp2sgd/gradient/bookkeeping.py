@@ -76,17 +76,14 @@ class BookKeeping:
         """
         module, records = self.model.module, len(inputs) // self.copies
         refuse_hooks(module, self.trained.values())
-        inputs, targets = (
-            inputs.clone(),
-            targets.clone(),
-        )  # layers may change them in place, and `_piece` reads them again
+        inputs, targets = inputs.clone(), targets.clone()  # layers change them in place, and `_piece` reads them again
         if known(module, self.loss):
             self._program(inputs, targets)
             recording = Recording(self.trained, module.buffers(), records)
             self._backward(recording, self._forward(recording, inputs, targets))
             return recording
         with self._memory.kept(), without_saved_hooks():
-            course = Follower(self._program(inputs, targets), module, inputs, targets, records)
+            course = Follower(self._program(inputs, targets), inputs, targets, records)
             recording = Recording(self.trained, module.buffers(), records, course)
             losses = self._forward(recording, inputs, targets)
             course.finish(losses)

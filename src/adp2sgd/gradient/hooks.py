@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType
+from functools import cache
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from adp2sgd.gradient.layers import Tap
 from adp2sgd.gradient.recurrent import Direction
 from adp2sgd.gradient.rules import UnsupportedError
 
-OWN = ("adp2sgd.", "torch.nn.modules.", "torch.nn.utils.")
+OWN = ("adp2sgd.", "torch.nn.modules.", "torch.nn.utils.", "torch.nn.functional")
+DATA = {dict, OrderedDict, bool, int, float, str, tuple, type(None)}
 SAVED = "hooks on saved tensors are not checked"
 
 
@@ -68,10 +71,11 @@ def known(module: nn.Module, loss: Callable[..., Any]) -> bool:
 
 
 def _plain(part: nn.Module) -> bool:
-    if part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__ or not _own(type(part)):
+    kind: Any = type(part)
+    if part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__ or not _of_package(kind):
         return False
     return all(
-        not callable(value) or isinstance(value, (Tensor, nn.Module, type)) or _own(value)
+        type(value) in DATA or not callable(value) or isinstance(value, (Tensor, nn.Module, type)) or _own(value)
         for value in part.__dict__.values()
     )
 
@@ -81,4 +85,10 @@ def _own(thing: Any) -> bool:
         return getattr(torch, thing.__name__, None) == thing or getattr(torch._C._nn, thing.__name__, None) == thing
     if isinstance(thing, nn.Module):
         return _plain(thing)
-    return str(getattr(thing, "__module__", "")).startswith((*OWN, "torch.nn.functional"))
+    return isinstance(thing, FunctionType) and _of_package(thing)
+
+
+@cache
+def _of_package(thing: Any) -> bool:
+    """Of a class or a function."""
+    return str(thing.__module__).startswith(OWN)

@@ -76,8 +76,7 @@ class Pass:
     """One forward pass. Tensors carry the call that made them as an attribute, with their version at that time: a
     change of a tensor by code that no call shows is noticed. Tensors that share memory share their version."""
 
-    def __init__(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-        self.own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.at = 0
         self.versions: dict[int, tuple[Any, int]] = {}  # of memory that calls have changed; held, lest it is used again
         self.lasting: dict[int, tuple[Tensor, Ref]] = {}  # tensors of the model that calls returned as they were
@@ -98,11 +97,12 @@ class Pass:
         if number is None:
             return
         tensors = [args[0]] if func in IN_PLACE else found_in((out,))
-        if tensors and args and tensors[0] is args[0] and getattr(args[0], TAG, (0, 0, 0))[2] != args[0]._version:
+        owner, _, version = getattr(args[0], TAG, (None, None, 0)) if args else (None, None, 0)
+        if owner is self and tensors and tensors[0] is args[0] and version != args[0]._version:
             self.versions[_memory(args[0])] = (args[0].untyped_storage(), args[0]._version)
             self._change(number, args[0])
         for output, tensor in enumerate(tensors):
-            if getattr(tensor, TAG, (None,))[0] is not self and any(tensor is given for given in found_in(args)):
+            if getattr(tensor, TAG, (None,))[0] is not self and any(tensor is given for given in args):
                 self.lasting[id(tensor)] = (tensor, Ref(number, output))
             else:
                 setattr(tensor, TAG, (self, Ref(number, output), tensor._version))
@@ -131,7 +131,8 @@ class Writer(Pass):
     """Writes a pass down."""
 
     def __init__(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-        super().__init__(module, inputs, targets)
+        super().__init__(inputs, targets)
+        self.own = {id(t) for t in (*module.parameters(), *module.buffers())}
         self.calls: list[Call] = []
         self.made = [(inputs, Ref(GIVEN, 0)), (targets, Ref(GIVEN, 1))]  # held, lest memory is used again
 
@@ -164,8 +165,8 @@ class Writer(Pass):
 class Follower(Pass):
     """Compares a pass over `n` records with a program; raises `UnsupportedError` at the first difference."""
 
-    def __init__(self, program: Program, module: nn.Module, inputs: Tensor, targets: Tensor, n: int) -> None:
-        super().__init__(module, inputs, targets)
+    def __init__(self, program: Program, inputs: Tensor, targets: Tensor, n: int) -> None:
+        super().__init__(inputs, targets)
         self.program, self.n = program, n
 
     def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: list[Any]) -> None:
@@ -180,24 +181,30 @@ class Follower(Pass):
             raise UnsupportedError("the model takes another course than when it was checked")
 
     def _like(self, pattern: Any, value: Any) -> bool:
-        if type(pattern) is tuple:
-            if isinstance(value, slice):
-                value = ("slice", value.start, value.stop, value.step)
-            return (
-                isinstance(value, (tuple, list))
-                and len(value) == len(pattern)
-                and all(self._like(p, v) for p, v in zip(pattern, value, strict=True))
-            )
-        if isinstance(value, Tensor):
-            return self.ref(value) == pattern if type(pattern) is Ref else self._same(pattern, value)
-        if type(pattern) is Scaled:
+        kind = type(pattern)
+        if kind is Ref:
+            return isinstance(value, Tensor) and self.ref(value) == pattern
+        if kind is Fixed:
+            return isinstance(value, Tensor) and self._same(pattern, value)
+        if kind is tuple:
+            return self._all_like(pattern, value)
+        if kind is Scaled:
             return bool(value == pattern.per_record * self.n)
-        return type(value) is type(pattern) and _equal(value, pattern)
+        return type(value) is kind and _equal(value, pattern)
 
-    def _same(self, pattern: Any, value: Tensor) -> bool:
-        if type(pattern) is not Fixed or value is not pattern.tensor:
+    def _all_like(self, pattern: tuple[Any, ...], value: Any) -> bool:
+        if isinstance(value, slice):
+            value = ("slice", value.start, value.stop, value.step)
+        if not isinstance(value, (tuple, list)) or len(value) != len(pattern):
             return False
-        return self.ref(value) is None and pattern.version in (None, value._version)
+        for part, given in zip(pattern, value, strict=True):  # noqa: SIM110 (called often)
+            if not self._like(part, given):
+                return False
+        return True
+
+    def _same(self, pattern: Fixed, value: Tensor) -> bool:
+        unchanged = pattern.version is None or pattern.version == value._version
+        return value is pattern.tensor and unchanged and self.ref(value) is None
 
 
 def unite(first: Writer, n: int, second: Writer, m: int, losses: tuple[Tensor, Tensor]) -> Program:
