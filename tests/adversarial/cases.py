@@ -299,7 +299,7 @@ CASES: dict[str, Case] = {
     "scripted_buffer": Case(
         stateful=True, about="a buffer, in scripted code", model=lambda: torch.jit.script(couplings.Scripted())
     ),
-    "scripted_attribute": Case(
+    "scripted_attribute": refused(
         stateful=True, about="an attribute, in scripted code",
         model=lambda: torch.jit.script(couplings.ScriptedAttribute()),
     ),

@@ -171,6 +171,7 @@ def influence(clipped_sum: ClippedSum, inputs: Tensor, targets: Tensor, clip_nor
 
 def gradient_alone(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
     """The gradient of one record by plain autograd."""
+    OUTLIERS.clear()
     trained = [p for p in module.parameters() if p.requires_grad]
     with torch.enable_grad():
         gradients = torch.autograd.grad(loss(module(inputs.clone()), targets).sum(), trained, allow_unused=True)

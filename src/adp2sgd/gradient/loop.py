@@ -30,14 +30,14 @@ class Loop:
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
         norms = []
         plain = known(self.model.module, self.loss)
-        weights = self.model.weights if plain else self.model.weights.clone()
+        held = [] if plain else self._values()
         for x, y in zip(inputs.split(self.copies), targets.split(self.copies), strict=True):
             if not len(x):
                 continue
             if plain:
                 gradient = self.gradient(x, y)
             else:
-                with self._memory.kept(), self._kept(weights):
+                with self._memory.kept(), self._kept(held):
                     gradient = self.gradient(x.clone(), y.clone())
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             norms.append(norm.where(torch.isfinite(norm), torch.full_like(norm, float("inf"))))
@@ -55,16 +55,21 @@ class Loop:
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         return torch.cat([g.reshape(-1) for g in flat])
 
+    def _values(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights, frozen parameters and buffers, with copies of them: writes to `Tensor.data` leave no other trace."""
+        module = self.model.module
+        frozen = [p.detach() for p in module.parameters() if not p.requires_grad]
+        return [(t, t.clone()) for t in (self.model.weights, self.model.grad, *frozen, *module.buffers())]
+
     @contextmanager
-    def _kept(self, weights: Tensor) -> Iterator[None]:
-        """The model's weights are `weights` again afterwards, and its gradients what they were."""
+    def _kept(self, held: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """The values are `held` again afterwards, and the parameters have their gradients' memory."""
         gradients = [(p, p.grad) for p in self.model.module.parameters()]
-        before = self.model.grad.clone()
         try:
             yield
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for vector, right in ((self.model.grad, before), (self.model.weights, weights)):
-                if not torch.equal(vector, right):
-                    vector.copy_(right)
+            for tensor, right in held:
+                if not torch.equal(tensor, right):
+                    tensor.copy_(right)

@@ -331,6 +331,10 @@ def _refuse_changed_state(probe: _Probe) -> None:
     for name, part in probe.module.named_modules():
         if getattr(part, "max_norm", None) is not None:  # of rows that synthetic records may not reach
             raise PrivacyError(f"{name} has max_norm, which changes its weights by the records it reads; leave it out")
+        if isinstance(part, torch.jit.ScriptModule) and _sets_attributes(part):
+            raise PrivacyError(
+                f"{name or 'the model'} is scripted and sets its attributes, by records; leave them constant"
+            )
     for name, parameter in probe.module.named_parameters():
         if not torch.equal(probe.parameters[name].to(parameter.device), parameter):
             raise PrivacyError(f"parameter {name} changes in a forward pass, by values of records; leave it constant")
@@ -340,6 +344,11 @@ def _refuse_changed_state(probe: _Probe) -> None:
                 f"buffer {name} changes in a forward pass, by values of records without noise; make it constant, or "
                 "use a module without running state"
             )
+
+
+def _sets_attributes(part: torch.jit.ScriptModule) -> bool:
+    """Whether compiled code of the module writes to attributes, which nothing could put back."""
+    return any("prim::SetAttr" in str(part._c._get_method(name).graph) for name in part._c._method_names())
 
 
 def _refuse_coupling(probe: _Probe, batch: _Answer) -> list[str]:
