@@ -15,7 +15,7 @@ from adp2sgd.device import Recorded, laid_out, move, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import AT_ONCE, clip_factors, effective_norms, finite_or_infinite
 from adp2sgd.gradient.engine import Clipped
-from adp2sgd.gradient.hooks import known, refuse_foreign, refuse_hooks, without_saved_hooks
+from adp2sgd.gradient.hooks import eager, known, refuse_foreign, refuse_hooks, without_saved_hooks
 from adp2sgd.gradient.program import Follower, Program, Writer
 from adp2sgd.gradient.proof import program_of
 from adp2sgd.gradient.recording import Recording
@@ -82,7 +82,7 @@ class BookKeeping:
             recording = Recording(self.trained, module.buffers(), records)
             self._backward(recording, self._forward(recording, inputs, targets))
             return recording
-        with self._memory.kept(), without_saved_hooks():
+        with self._memory.kept(), without_saved_hooks(), eager():
             course = Follower(self._program(inputs, targets), inputs, targets, records)
             recording = Recording(self.trained, module.buffers(), records, course)
             losses = self._forward(recording, inputs, targets)
@@ -110,7 +110,7 @@ class BookKeeping:
             module, trained = self.model.module, [*self.trained.values()]
 
             def run(writer: Writer, x: Tensor, y: Tensor, records: int) -> Tensor:
-                with self._memory.kept():
+                with self._memory.kept(), without_saved_hooks(), eager():
                     return self._forward(Recording(self.trained, module.buffers(), records, writer), x, y)
 
             self._programs[kind] = program_of(run, module, trained, inputs, targets, self.copies)

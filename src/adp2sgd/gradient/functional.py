@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import AT_ONCE, clip_factors, finite_or_infinite
 from adp2sgd.gradient.engine import Clipped
-from adp2sgd.gradient.hooks import refuse_hooks
+from adp2sgd.gradient.hooks import eager, refuse_hooks
 from adp2sgd.gradient.rounding import squares
 from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.gradient.state import Memory
@@ -45,7 +45,7 @@ class Functional:
         rows = self.chunk * self.copies
         for start in range(0, len(inputs), rows):
             x, y = inputs[start : start + rows], targets[start : start + rows]
-            with self._memory.kept(), Mapped():
+            with self._memory.kept(), eager(), Mapped():
                 gradients = self._gradients(x, y)
             norms.append(finite_or_infinite(sum((squares(g) for g in gradients.values()), total.new_zeros(1)), dtype))
             factors = clip_factors(norms[-1], clip_norm, dtype)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -58,6 +59,14 @@ def without_saved_hooks() -> Iterator[None]:
         if SAVED in str(error):
             raise UnsupportedError(SAVED) from error
         raise
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Parts of a model that are compiled run as they are written, so that their calls are seen."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes seconds
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
 
 
 def known(module: nn.Module, loss: Callable[..., Any]) -> bool:
