@@ -85,16 +85,20 @@ WORDS = tokens(VOCABULARY)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """`weights`: what a hostile neighbour sends after the choice of the engine, by parameter, in place. `sizes`: of
-    batches, beside the few that every case meets. `widens`: whether the model runs in float64. `stateful`:
-    a step changes the model, so that each is measured on one of its own. `exact`: gradients too large to be
-    squared in float32 may count as not finite."""
+    """One model, loss and source of records.
+
+    `engine`: the run's `privacy.engine`. `sizes`: of batches, beside those that every case meets. `weights`: what a
+    hostile neighbour sends after the choice of the engine, by parameter, in place. `widens`: whether the model runs in
+    float64. `stateful`: a step changes the model, so that each is measured on one of its own. `exact`: False where a
+    gradient is too large to be squared in float32, and may count as not finite.
+    """
 
     about: str
     model: Callable[[], nn.Module]
     records: Source = ROWS
     loss: Loss = cross_entropy
     expect: str = "guarded"
+    engine: str = "auto"
     clip: float = 0.5
     sizes: tuple[int, ...] = ()
     weights: Callable[[Mapping[str, Tensor]], object] | None = None

@@ -61,9 +61,10 @@ class Path:
     refusal: str = ""
 
     @classmethod
-    def of(cls, name: str, folder: Folder) -> Path:
-        """Everything that precedes the first step of a run."""
-        privacy = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, clip_norm=1.0)
+    def of(cls, name: str, folder: Folder, engine: str | None = None) -> Path:
+        """Everything that precedes the first step of a run. `engine`: instead of the case's."""
+        engine = engine or CASES[name].engine
+        privacy = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, clip_norm=1.0, engine=engine)
         config = Config(
             task="cases:task", options={"case": name}, batch_size=16, epochs=1, seed=0, device="cpu", privacy=privacy
         )
@@ -81,8 +82,8 @@ class Path:
         """Who takes the gradients: "fast", "vmap" or "loop"; or "refused"."""
         if self.run is None:
             return "refused"
-        assert isinstance(self.run.engine, Automatic)
-        return ENGINES.get(type(self.run.engine.chosen), "loop")  # type: ignore[call-overload, no-any-return]
+        engine = self.run.engine
+        return ENGINES.get(type(engine.chosen if isinstance(engine, Automatic) else engine), "loop")  # type: ignore[call-overload, no-any-return]
 
     @property
     def why(self) -> str:
@@ -146,6 +147,9 @@ WEIGHTS: dict[str, Callable[[Tensor], Any]] = {
     "level": lambda weights: None,
 }
 """What a neighbour may send, made from the initial weights in place; "own" is the case's."""
+AMPLIFYING = ("huge", "overflowing")
+"""Rounding, which may differ with the size of a batch, grows at these by any factor: docs/privacy.md says so, and that
+`privacy.engine = "loop"` is for them."""
 
 
 def records(case: Case, count: int) -> tuple[Tensor, Tensor]:
