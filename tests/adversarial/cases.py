@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
     ),
     "rounding": loop(
         about="weights that leave nothing but rounding", engine="loop", records=floats(WIDTH, odd=1.0),
-        model=honest.linear_pair, weights=honest.cancelled, sizes=(4, 7, 65, 129, 130),
+        model=honest.linear_pair, weights=honest.cancelled, sizes=(4, 7, 65, 130), exact=False,
     ),
     # --- the backward pass couples records ---
     "tensor_hook": Case(
