@@ -115,4 +115,5 @@ def check_privacy(config: Config, task: Task, model: FlatModel, rows: Sequence[T
         )
     stored, targets = task.train.inputs[:0].to(model.device), task.train.targets[:0].to(model.device)  # of no record
     warnings += checks.check_rows(task.prepare, task.augment, stored)
-    return warnings + checks.check_model(model.module, task.loss, task.prepare(stored), targets)
+    inputs, expected = task.prepare(stored), config.batch_size
+    return warnings + checks.check_model(model.module, task.loss, inputs, targets, expected=expected)

@@ -26,6 +26,7 @@ from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.engine import Engine
 from adp2sgd.gradient.privatize import Adaptation, GradientStep, PlainStep, PrivateStep
+from adp2sgd.gradient.proof import synthetic
 from adp2sgd.learner import Learner
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.fixed_work import rows_for
@@ -324,7 +325,7 @@ def explain_gradients(config: Config) -> list[choose.Row]:
         model = _built(task, device, config, config.seed or 0, private=True)
         copies, rows = config.privacy.copies, min(len(task.train), config.batch_size)
         stored, targets = (
-            choose.synthetic(part[:0].to(device), rows * copies) for part in (task.train.inputs, task.train.targets)
+            synthetic(part[:0].to(device), rows * copies) for part in (task.train.inputs, task.train.targets)
         )
         inputs, autocast = task.prepare(stored), AUTOCAST[config.precision]
         return choose.explain(model, task.loss, inputs, targets, copies=copies, autocast=autocast)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,11 @@ from adp2sgd.device import Recorded, laid_out, move, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import AT_ONCE, clip_factors, effective_norms, finite_or_infinite
 from adp2sgd.gradient.engine import Clipped
+from adp2sgd.gradient.hooks import eager, known, refuse_foreign, refuse_hooks, without_saved_hooks
+from adp2sgd.gradient.program import Follower, Program, Writer
+from adp2sgd.gradient.proof import program_of
 from adp2sgd.gradient.recording import Recording
+from adp2sgd.gradient.state import Memory
 from adp2sgd.task import Loss
 
 PAD = 16
@@ -43,6 +48,8 @@ class BookKeeping:
         self.expected = expected
         named = dict(model.module.named_parameters())
         self.trained = {piece.name: named[piece.name] for piece in model.slices}
+        self._programs: dict[Any, Program] = {}
+        self._memory = Memory(model.module, loss)
         self._recorded = {training: Recorded(self._sum) for training in (True, False)}
         self._recorded_fixed = {training: Recorded(self._silent_sum) for training in (True, False)}
 
@@ -65,17 +72,52 @@ class BookKeeping:
         return Clipped(total, torch.cat(norms))
 
     def record(self, inputs: Tensor, targets: Tensor) -> Recording:
-        """The recorded passes over these rows."""
-        module = self.model.module
-        recording = Recording(self.trained, module.buffers(), len(inputs) // self.copies)
+        """The recorded passes over these rows. Guarantee: they keep records apart, else `UnsupportedError` is raised.
+
+        Layers read a copy of the inputs. Code that is not torch's or this package's is checked at every pass, and what
+        it keeps in Python is put back.
+        """
+        module, records = self.model.module, len(inputs) // self.copies
+        refuse_hooks(module, self.trained.values())
+        inputs, targets = inputs.clone(), targets.clone()  # layers change them in place, and `_piece` reads them again
+        if known(module, self.loss):
+            self._program(inputs, targets)
+            recording = Recording(self.trained, module.buffers(), records)
+            self._backward(recording, self._forward(recording, inputs, targets))
+            return recording
+        with self._memory.kept(), without_saved_hooks(), eager():
+            course = Follower(self._program(inputs, targets), inputs, targets, records)
+            recording = Recording(self.trained, module.buffers(), records, course)
+            losses = self._forward(recording, inputs, targets)
+            course.finish(losses)
+            refuse_foreign(losses.grad_fn)
+            self._backward(recording, losses)
+        return recording
+
+    def _forward(self, recording: Recording, inputs: Tensor, targets: Tensor) -> Tensor:
         autocast = torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext()
         with torch.enable_grad(), autocast, recording:
-            losses = self.loss(module(inputs), targets)
+            return self.loss(self.model.module(inputs), targets)
+
+    def _backward(self, recording: Recording, losses: Tensor) -> None:
+        with torch.enable_grad():
             mean = losses.sum() / self.copies if self.copies > 1 else losses.sum()
         if mean.requires_grad:
             # Only what leads to recorded layers: the parameters' own `grad` is never written.
             mean.backward(inputs=recording.leaves)
-        return recording
+
+    def _program(self, inputs: Tensor, targets: Tensor) -> Program:
+        """What the model does with a batch of rows of this shape and type; proven once, on synthetic records."""
+        kind = (self.model.module.training, inputs.shape[1:], inputs.dtype, targets.shape[1:], targets.dtype)
+        if kind not in self._programs:
+            module, trained = self.model.module, [*self.trained.values()]
+
+            def run(writer: Writer, x: Tensor, y: Tensor, records: int) -> Tensor:
+                with self._memory.kept(), without_saved_hooks(), eager():
+                    return self._forward(Recording(self.trained, module.buffers(), records, writer), x, y)
+
+            self._programs[kind] = program_of(run, module, trained, inputs, targets, self.copies)
+        return self._programs[kind]
 
     @property
     def _at_once(self) -> int:

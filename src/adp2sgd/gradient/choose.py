@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from adp2sgd.errors import Adp2sgdWarning, ConfigError, PrivacyError
 from adp2sgd.flat import FlatModel
+from adp2sgd.gradient.agreement import PROBE_RECORDS, WithoutDropout, objection
 from adp2sgd.gradient.bookkeeping import BookKeeping
 from adp2sgd.gradient.engine import Clipped, Engine
 from adp2sgd.gradient.functional import Functional
+from adp2sgd.gradient.hooks import known, refuse_hooks
 from adp2sgd.gradient.loop import Loop
+from adp2sgd.gradient.proof import synthetic
 from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.privacy.checks import without_dropout
 from adp2sgd.task import Loss
-
-PROBE_RECORDS = 4  # none of them its own mirror image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +60,10 @@ def build(
 class Automatic:
     """Engine that checks itself: book-keeping, then `torch.func`, then the loop, the first that agrees with the loop.
 
-    The check runs once, on four synthetic records, so the choice and its warning tell nothing of the data: by `settle`,
-    or else at the first call. It is as good as the weights that it runs at, so whoever takes models from others must
-    settle before. A model that mixes its rows in a way that the rules cannot see never gets a wrong gradient.
+    The check runs once, on synthetic records, so the choice and its warning tell nothing of the data: by `settle`, or
+    else at the first call. It is as good as the weights that it runs at, so whoever takes models from others must
+    settle before. Guarantee: whatever the check says, the first two engines raise `UnsupportedError` in a pass that is
+    not proven to keep records apart, and the loop takes it.
     """
 
     def __init__(
@@ -76,19 +75,20 @@ class Automatic:
         self.loop = Loop(model, loss, copies=copies)
         self.functional = Functional(model, loss, copies=copies)
         self.chosen: Engine | None = None
-        self.reason = ""
+        self.reason, self.told = "", False
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
-        """See `Engine.clipped_sum`."""
+        """See `Engine.clipped_sum`. A pass that is not proven to keep its records apart is taken record by record."""
         if self.chosen is None:
             self.settle(inputs, targets)
         assert self.chosen is not None
         try:
             return self.chosen.clipped_sum(inputs, targets, clip_norm, records)
         except UnsupportedError:  # its text may tell how many records were drawn
-            self._say(self.loop, "the model takes a batch apart in a way that no rule covers")
-            self.chosen = self.loop
-            return self.chosen.clipped_sum(inputs, targets, clip_norm, records)
+            if not self.told:
+                self._say(self.loop, "some batches are taken in a way that is not proven to keep records apart")
+            self.told = True
+            return self.loop.clipped_sum(inputs, targets, clip_norm, records)
 
     def settle(self, inputs: Tensor, targets: Tensor) -> None:
         """Choose at the present weights, for good."""
@@ -98,8 +98,12 @@ class Automatic:
         """The first engine that agrees with the loop on synthetic records; only shape and type of these are used."""
         refuse_batch_norm(self.model.module)
         x, y = (synthetic(like, PROBE_RECORDS * self.copies) for like in (inputs, targets))
-        for kind, engine in ((BookKeeping, self.bookkeeping), (Functional, self.functional)):
-            reason = self._objection(kind, x, y)
+        try:
+            refuse_hooks(self.model.module, self.model.module.parameters())
+        except UnsupportedError as error:
+            return self._say(self.loop, str(error))
+        for engine in (self.bookkeeping, self.functional):
+            reason = self._objection(engine, x, y)
             if not reason and engine is self.bookkeeping:
                 reason = self._trial(x, y)
             if not reason:
@@ -107,41 +111,12 @@ class Automatic:
             self.reason = self.reason or reason
         return self._say(self.loop, self.reason)
 
-    def _objection(self, kind: type[BookKeeping] | type[Functional], x: Tensor, y: Tensor) -> str:
-        """Why this engine cannot be used; empty if it agrees with the loop.
-
-        In float64, where rounding cannot flip a ReLU and so hide or feign a difference; in the model's own type where
-        it insists on that. In training mode, as steps run, without dropout. Unclipped sums do not tell whose gradient a
-        part is; so losses of different size are clipped to one norm, and every parameter is compared by itself.
-        """
-        loss = partial(_unlike, self.loop.loss)
-        for dtype, tolerance in ((torch.float64, 1e-6), (self.model.weights.dtype, 1e-2)):
-            twin = FlatModel(without_dropout(copy.deepcopy(self.model.module).train().to(dtype)), self.model.device)
-            # Layers that start at zero would hide what lies behind them.
-            twin.weights.add_(synthetic(twin.weights, len(twin.weights)).sub_(0.5), alpha=0.02)
-            inputs, targets = (t.to(dtype) if t.is_floating_point() else t for t in (x, y))
-            alone = Loop(twin, loss, copies=self.copies)
-            try:
-                with WithoutDropout():
-                    norms = alone.clipped_sum(inputs, targets, float("inf")).norms
-                    clip = float(norms.min()) / 2
-                    expected = alone.clipped_sum(inputs, targets, clip)
-            except RuntimeError:
-                continue
-            for piece in twin.slices:
-                if not expected.total[piece.start : piece.end].any():  # nothing of it could differ
-                    return f"synthetic records give {piece.name} no gradient, so it cannot be checked"
-            try:
-                with WithoutDropout():
-                    found = kind(twin, loss, copies=self.copies).clipped_sum(inputs, targets, clip)
-            except PrivacyError:
-                raise
-            except Exception as error:  # whatever a model does, the loop can take its gradient
-                return str(error).split("\n")[0]
-            if agree(twin, found, expected, tolerance):
-                return ""
-            return "a record's gradient in a batch differs from its gradient alone"
-        return "the model cannot be checked"
+    def _objection(self, engine: BookKeeping | Functional, x: Tensor, y: Tensor) -> str:
+        """Code that is not torch's or this package's is also run in batches of an odd size and of the largest."""
+        model, loss = self.model, self.loop.loss
+        sizes = () if known(model.module, loss) else (7, max(8, self.bookkeeping.most))
+        kind = partial(type(engine), copies=self.copies)
+        return objection(kind, model, loss, x, y, copies=self.copies, sizes=sizes)
 
     def _trial(self, x: Tensor, y: Tensor) -> str:
         """Why book-keeping fails in the type, layout and size that steps have; else empty, and it knows how many
@@ -203,51 +178,11 @@ def explain(
     return rows
 
 
-def _unlike(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss, in an own size for each row: by its value, since the loop sees one record at a time."""
-    losses = loss(outputs, targets)
-    return losses * (1 + (losses.detach() * 1e3).sin().square() * 3)
-
-
-class WithoutDropout(TorchFunctionMode):
-    """Dropout that a model calls as a function passes everything."""
-
-    CALLS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return args[0] if func in self.CALLS and args else func(*args, **(kwargs or {}))
-
-
-def synthetic(like: Tensor, rows: int) -> Tensor:
-    """Random rows of the shape and type of `like`; integers are 0 or 1, which every vocabulary has."""
-    generator = Generator().manual_seed(0)
-    shape = (rows, *like.shape[1:])
-    if like.is_floating_point():
-        return torch.rand(shape, generator=generator, dtype=torch.float64).to(like)
-    return torch.randint(0, 2, shape, generator=generator).to(like)
-
-
 def refuse_batch_norm(module: nn.Module) -> None:
     """Guarantee: no layer of a type that is known to mix the records of a batch is in training mode."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
             raise PrivacyError(f'layer {name} is BatchNorm, which couples the records of a batch; use norm = "group"')
-
-
-def agree(model: FlatModel, found: Clipped, expected: Clipped, tolerance: float) -> bool:
-    """Whether norms, and the sum of every parameter, are equal up to this relative difference. Sums that are rounding
-    alone (of a bias before a softmax, say) may differ."""
-    if not torch.allclose(found.norms, expected.norms, rtol=tolerance, atol=1e-9):
-        return False
-    rounding = float(torch.linalg.vector_norm(expected.total)) * (1e-12 if tolerance < 1e-3 else 1e-5)
-    for piece in model.slices:
-        right = expected.total[piece.start : piece.end]
-        wrong = float(torch.linalg.vector_norm(found.total[piece.start : piece.end] - right))
-        if not wrong <= tolerance * float(torch.linalg.vector_norm(right)) + rounding:
-            return False
-    return True
 
 
 def free_bytes(device: torch.device) -> int:

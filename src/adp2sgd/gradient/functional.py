@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._ops import OperatorBase, OpOverloadPacket
 from torch.func import functional_call, grad, vmap
+from torch.overrides import TorchFunctionMode
 
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import AT_ONCE, clip_factors, finite_or_infinite
 from adp2sgd.gradient.engine import Clipped
+from adp2sgd.gradient.hooks import eager, refuse_hooks
 from adp2sgd.gradient.rounding import squares
+from adp2sgd.gradient.rules import UnsupportedError
+from adp2sgd.gradient.state import Memory
 from adp2sgd.task import Loss
 
 CHUNK_BYTES = 1 << 30
 
 
 class Functional:
-    """Engine that materializes the gradients of `chunk` records at a time (for about 1 GiB)."""
+    """Engine that materializes the gradients of `chunk` records at a time (for about 1 GiB).
+
+    The model sees one record, and torch maps it over the others. Code that could look at more than one (hooks, and
+    functions that say themselves how they are mapped) is an `UnsupportedError`, at every call.
+    """
 
     def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1) -> None:
         self.model, self.loss, self.copies = model, loss, copies
         size = model.weights.numel() * model.weights.element_size()
+        self._memory = Memory(model.module, loss)
         self.chunk = min(AT_ONCE[model.device.type], max(1, CHUNK_BYTES // max(1, 3 * size)))
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         dtype = self.model.weights.dtype
+        refuse_hooks(self.model.module, self.model.module.parameters())
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
         norms = [self.model.weights.new_zeros(0)]
         rows = self.chunk * self.copies
         for start in range(0, len(inputs), rows):
-            gradients = self._gradients(inputs[start : start + rows], targets[start : start + rows])
+            x, y = inputs[start : start + rows], targets[start : start + rows]
+            with self._memory.kept(), eager(), Mapped():
+                gradients = self._gradients(x, y)
             norms.append(finite_or_infinite(sum((squares(g) for g in gradients.values()), total.new_zeros(1)), dtype))
             factors = clip_factors(norms[-1], clip_norm, dtype)
             if records is not None:
@@ -57,6 +73,35 @@ class Functional:
         y = targets.unflatten(0, (-1, self.copies))
         gradients: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(parameters, x, y)
         return gradients
+
+
+GRAPH = vars(torch._C.TensorBase)["grad_fn"].__get__  # a node of the graph takes hooks
+
+
+class Mapped(TorchFunctionMode):
+    """Refuses what could see more than one of the records that a function is mapped over."""
+
+    REFUSED = (
+        "register_hook",
+        "retain_grad",
+        "backward",
+        "numpy",
+        "data_ptr",
+        "untyped_storage",
+        "__dlpack__",
+        "storage",
+    )
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        foreign = isinstance(func, OperatorBase) and getattr(func, "namespace", "") != "aten"
+        if isinstance(func, OpOverloadPacket):
+            foreign = not str(func).startswith("aten.")
+        name = getattr(func, "__name__", "")
+        if foreign or name in self.REFUSED or func == GRAPH:
+            raise UnsupportedError(f"{name or func} could see more than one record")
+        return func(*args, **(kwargs or {}))
 
 
 def _along(factors: Tensor, like: Tensor) -> Tensor:

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import clip_factors
 from adp2sgd.gradient.engine import Clipped
+from adp2sgd.gradient.hooks import known
+from adp2sgd.gradient.state import Memory
 from adp2sgd.task import Loss
 
 
 class Loop:
-    """Engine that runs the model on each record alone, so nothing can couple records. Any dtype, any module."""
+    """Engine that runs the model on each record alone, from the same weights and the same state in Python each time
+    (see `Memory` for what that leaves out). Any dtype, any module, any hook."""
 
     def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1) -> None:
         self.model, self.loss, self.copies = model, loss, copies
+        self._memory = Memory(model.module, loss)
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         dtype = self.model.weights.dtype
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
         norms: list[Tensor] = []
-        for start in range(0, len(inputs), self.copies):
+        plain = known(self.model.module, self.loss)
+        held = [] if plain else self._values()
+        for x, y in zip(inputs.split(self.copies), targets.split(self.copies), strict=True):
+            if not len(x):
+                continue
             counts = records is None or len(norms) < records
-            gradient = self.gradient(inputs[start : start + self.copies], targets[start : start + self.copies])
+            if plain:
+                gradient = self.gradient(x, y)
+            else:
+                with self._memory.kept(), self._kept(held):
+                    gradient = self.gradient(x.clone(), y.clone())
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             finite = torch.isfinite(norm)
             norms.append(norm.where(finite, torch.full_like(norm, float("inf"))))
@@ -41,3 +56,22 @@ class Loop:
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         return torch.cat([g.reshape(-1) for g in flat])
+
+    def _values(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights, frozen parameters and buffers, with copies of them: writes to `Tensor.data` leave no other trace."""
+        module = self.model.module
+        frozen = [p.detach() for p in module.parameters() if not p.requires_grad]
+        return [(t, t.clone()) for t in (self.model.weights, self.model.grad, *frozen, *module.buffers())]
+
+    @contextmanager
+    def _kept(self, held: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """The values are `held` again afterwards, and the parameters have their gradients' memory."""
+        gradients = [(p, p.grad) for p in self.model.module.parameters()]
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for tensor, right in held:
+                if not torch.equal(tensor, right):
+                    tensor.copy_(right)

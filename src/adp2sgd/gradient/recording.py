@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from adp2sgd.gradient import layers, rules
 from adp2sgd.gradient.functions import HANDLERS
+from adp2sgd.gradient.program import Pass, found_in
 from adp2sgd.gradient.rounding import Measured, together
 from adp2sgd.gradient.rules import UnsupportedError
 
@@ -32,9 +33,12 @@ class Recording(TorchFunctionMode):
     """One forward and backward pass over `n` records. After it, `measured` and `uses` say all about the gradients;
     `held` counts the bytes that were recorded."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], constants: Iterable[Tensor], n: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], constants: Iterable[Tensor], n: int, course: Pass | None = None
+    ) -> None:
+        """`course`: told of every call, and may refuse it."""
         super().__init__()
-        self.n, self.parameters = n, parameters
+        self.n, self.parameters, self.course = n, parameters, course
         self.sources = {id(p): Source(p, (name,), False) for name, p in parameters.items()}
         self.constants = {id(c): c for c in constants}
         any_parameter = next(iter(parameters.values()))
@@ -115,11 +119,22 @@ class Recording(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.__iter__:
+            with self:
+                return iter(args[0].unbind(0))
+        if self.course is None:
+            return self._call(func, args, kwargs)
+        number = self.course.call(func, args, kwargs)
+        out = self._call(func, args, kwargs)
+        self.course.done(number, func, args, out)
+        return out
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(self, *args, **kwargs)
         self._refuse_reading(getattr(func, "__name__", ""), args)
-        tensors = _tensors((*args, *kwargs.values()))
+        tensors = found_in((*args, *kwargs.values()))
         if not any(id(t) in self.sources for t in tensors):
             return func(*args, **kwargs)
         return self._loose(func, args, kwargs, tensors)
@@ -164,7 +179,7 @@ class Recording(TorchFunctionMode):
     def _derive(self, out: Any, tensors: list[Tensor]) -> Any:
         """What is computed from parameters alone is tracked, so that its gradient can be led back to them."""
         roots = [r for t in tensors if id(t) in self.sources for r in self.sources[id(t)].roots]
-        for tensor in _tensors([out]):
+        for tensor in found_in([out]):
             if tensor.requires_grad and id(tensor) not in self.sources:
                 self.sources[id(tensor)] = Source(tensor, tuple(dict.fromkeys(roots)), True)
         return out
@@ -218,13 +233,3 @@ def _pull(tensor: Tensor, root: Tensor, gradients: Tensor) -> Tensor:
     given = gradients.reshape(-1, *tensor.shape)
     with torch.enable_grad():
         return torch.autograd.grad(tensor, root, given, retain_graph=True, is_grads_batched=True)[0]
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += _tensors(value)
-    return found

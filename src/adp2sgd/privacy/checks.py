@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from adp2sgd.errors import Adp2sgdError, PrivacyError
 from adp2sgd.privacy.crowds import FAILURES, ORDINARY, SIZE, WATCHED, Rows
 from adp2sgd.privacy.mechanism import POISSON
+from adp2sgd.privacy.together import refuse_coupled_backward, runs_own_code, sizes
 
 if TYPE_CHECKING:
     from adp2sgd.task import Loss
@@ -93,13 +94,16 @@ def _check_delta(delta: float | None, records: int) -> list[str]:
     return []
 
 
-def check_model(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> list[str]:
+def check_model(
+    module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, expected: float | None = None
+) -> list[str]:
     """Refuse a model or loss in which one record touches another's gradient; returns warnings.
 
     Of `inputs` (as the model reads them) and `targets` only dtype, device and the shape of a row are used; the probe
     runs on synthetic rows and on a copy of the module in float64, where rounding cannot be taken for a coupling. It
     finds what moves a record's gradient by more than 1e-9 of its norm among ordinary others, or its loss by as much
-    among unusual ones; it cannot prove that nothing does.
+    among unusual ones, or the gradient of a batch (of the run's size, if `expected` is the mean of it); it cannot prove
+    that nothing does. The engines prove that, or take records one by one (gradient/proof.py).
     """
     _refuse_batchnorm(module)
     _refuse_coarse(module)
@@ -115,7 +119,13 @@ def check_model(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
         ]
     _refuse_idle_parameters(probe, batch)
     _refuse_changed_state(probe)
-    warnings += _refuse_coupling(probe, batch) + _refuse_crowding(probe, SEEDS if batch.random else 1)
+    warnings += _refuse_coupling(probe, batch)
+    module, device = probe.module, inputs.device
+    warnings += _refuse_crowding(probe, SEEDS if batch.random else 1)
+    if not batch.random and runs_own_code(module, loss):
+        rows, tried = (probe.inputs, probe.targets), sizes(PROBES, expected)
+        with torch.random.fork_rng([device] if inputs.is_cuda else []):
+            refuse_coupled_backward(module.to(device), loss, *rows, probe.tolerance, tried)
     _refuse_changed_state(probe)
     return warnings
 
@@ -233,7 +243,7 @@ class _Probe:
         """In `dtype`, or as the module and its inputs are."""
         try:
             module = without_dropout(copy.deepcopy(module).train().to(dtype))
-        except FAILURES as error:
+        except Exception as error:  # compiled code, say, cannot be
             reason = str(error).split("\n")[0]
             raise PrivacyError(f"the model cannot be copied ({reason}); keep no computed tensor in it") from error
         generator = Generator().manual_seed(0)
@@ -331,6 +341,10 @@ def _refuse_changed_state(probe: _Probe) -> None:
     for name, part in probe.module.named_modules():
         if getattr(part, "max_norm", None) is not None:  # of rows that synthetic records may not reach
             raise PrivacyError(f"{name} has max_norm, which changes its weights by the records it reads; leave it out")
+        if isinstance(part, torch.jit.ScriptModule) and _sets_attributes(part):
+            raise PrivacyError(
+                f"{name or 'the model'} is scripted and sets its attributes, by records; leave them constant"
+            )
     for name, parameter in probe.module.named_parameters():
         if not torch.equal(probe.parameters[name].to(parameter.device), parameter):
             raise PrivacyError(f"parameter {name} changes in a forward pass, by values of records; leave it constant")
@@ -340,6 +354,11 @@ def _refuse_changed_state(probe: _Probe) -> None:
                 f"buffer {name} changes in a forward pass, by values of records without noise; make it constant, or "
                 "use a module without running state"
             )
+
+
+def _sets_attributes(part: torch.jit.ScriptModule) -> bool:
+    """Whether compiled code of the module writes to attributes, which nothing could put back."""
+    return any("prim::SetAttr" in str(part._c._get_method(name).graph) for name in part._c._method_names())
 
 
 def _refuse_coupling(probe: _Probe, batch: _Answer) -> list[str]:

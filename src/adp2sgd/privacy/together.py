@@ -1,0 +1,81 @@
+"""Whether the gradient of a batch is the sum of its records' gradients: what a backward pass does to all of them.
+
+A hook, or a backward pass of a model's own, may treat gradients by what a whole batch has. Often it acts only beyond a
+threshold, so losses and inputs are tried in sizes of several orders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Generator, Tensor, nn
+
+from adp2sgd.device import repeatable
+from adp2sgd.errors import PrivacyError
+from adp2sgd.privacy.crowds import FAILURES
+
+if TYPE_CHECKING:
+    from adp2sgd.task import Loss
+
+LARGE = 1e3
+"""What some inputs, and the losses of some records, are multiplied with."""
+SPREAD = 4
+"""Standard deviations of a Poisson batch beyond its expected size that are tried."""
+MOST = 1000
+"""Records that an engine takes at once, at most."""
+
+
+def sizes(records: int, expected: float | None) -> tuple[int, ...]:
+    """Batches to try: `records`, an odd number, and hardly ever exceeded by a batch that is `expected` in the mean."""
+    if expected is None:
+        return (records, 7)
+    return (records, 7, min(MOST, int(expected + SPREAD * expected**0.5) + 1))
+
+
+def runs_own_code(module: nn.Module, loss: Loss) -> bool:
+    """Whether a pass may run code that is neither torch's nor this package's."""
+    hooked = any(part._backward_hooks or part._backward_pre_hooks for part in module.modules())
+    return hooked or any(p._backward_hooks for p in module.parameters()) or not repeatable(module, loss)
+
+
+def refuse_coupled_backward(
+    module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, tolerance: float, batches: Iterable[int]
+) -> None:
+    """Refuse a model whose batches of these sizes, made of the given records, have another gradient than the sum of the
+    gradients that the records have alone, by more than `tolerance` of their norms."""
+    records = len(inputs)
+    weights = torch.ones(records, dtype=torch.float64)
+    weights[1::2] = LARGE
+    for factor, size in [(1.0, size) for size in batches] + [(LARGE, records)]:
+        x = inputs * factor if inputs.is_floating_point() else inputs
+        alone = [_gradient(module, loss, x[i, None], targets[i, None], weights[i, None]) for i in range(records)]
+        picked = torch.arange(records)
+        if size != records:
+            picked = torch.randint(0, records, (size,), generator=Generator().manual_seed(size))
+        together = _gradient(module, loss, x[picked], targets[picked], weights[picked])
+        parts = [part for part in alone if part is not None]
+        if together is None or len(parts) < records:  # what fails on unusual records tells nothing of others
+            continue
+        expected = sum((parts[i] for i in picked.tolist()), torch.zeros_like(together))
+        scale = sum(float(parts[i].norm()) for i in picked.tolist())
+        if float((together - expected).norm()) > tolerance * scale:
+            raise PrivacyError(
+                f"the gradient of {size} synthetic records is not the sum of their gradients, so a hook, an "
+                "autograd.Function, the model or the loss mixes the records of a batch; treat each record by itself"
+            )
+
+
+def _gradient(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor | None:
+    """Of the weighted sum of the losses, all parameters in a row; None where it fails or is not finite."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    with contextlib.suppress(*FAILURES), torch.enable_grad():
+        losses = loss(module(inputs), targets)
+        total = (losses * weights.to(losses)).sum()
+        found = torch.autograd.grad(total, parameters, allow_unused=True)
+        flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+        gradient = torch.cat([part.reshape(-1) for part in flat])
+        return gradient if bool(gradient.isfinite().all()) else None
+    return None
