@@ -333,7 +333,7 @@ import torch
 from torch import nn
 import adp2sgd
 
-def two_hospitals(width=0):
+def two_hospitals(width=0) -> adp2sgd.Task:
     stream = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(400, 4, generator=stream), torch.randint(2, (400,), generator=stream)
     data = adp2sgd.Records(inputs, targets, 1 + torch.arange(400) % 2, ("empty", "north", "south"))

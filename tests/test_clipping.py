@@ -20,7 +20,7 @@ from adp2sgd.data.records import Records
 from adp2sgd.engine import learner_checkpoint, setup, simulate
 from adp2sgd.engine.local import train
 from adp2sgd.engine.simulate import Simulation
-from adp2sgd.errors import Adp2sgdError, ConfigError, PrivacyError
+from adp2sgd.errors import Adp2sgdError, ConfigError, PrivacyError, RunError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.clip import clip_factors
@@ -306,7 +306,7 @@ def test_each_learner_has_its_own_clip_norm_and_keeps_it_when_the_run_resumes(
         done(self, member)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Simulation, "_step_done", fail)
-    with pytest.raises(OSError, match="power cut"):
+    with pytest.raises(RunError, match=r"the run failed \(OSError"):
         simulate(config, tmp_path / "parts")
     monkeypatch.undo()
     simulate(config, tmp_path / "parts", resume=True)

@@ -197,6 +197,16 @@ def test_an_error_that_nobody_expected_is_withheld(monkeypatch: pytest.MonkeyPat
         engine.simulate(config("none", privacy=Privacy()))
 
 
+@ENGINES
+def test_errors_of_the_callers_callback_are_the_callers(run: Callable[..., Any], tmp_path: Path) -> None:
+    def stop(_: Any) -> None:
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough") as caught:
+        run(config("none"), tmp_path / "run", on_status=stop)
+    assert caught.value.__cause__ is None
+
+
 def test_out_of_memory_is_told_with_the_fix() -> None:
     with pytest.raises(RunError, match=r"the run failed \(OutOfMemoryError at .*; lower batch_size$"):
         engine.simulate(config("memory"))

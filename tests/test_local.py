@@ -276,7 +276,7 @@ def assert_whole(run: Run, folder: Path) -> None:
     assert found == (run.global_steps, run.epochs, run.seconds, run.loss, run.accuracy, run.consensus)
     assert read_result(folder).curve == run.curve == tuple(events(folder))
     settings = Folder.open(folder).settings
-    task = resolve(settings.task, settings.options)
+    task = resolve(str(settings.task), settings.options)
     module = task.model()
     module.load_state_dict(load_file(folder / "model.safetensors"))
     losses = task.loss(module.eval()(task.prepare(task.test.inputs)), task.test.targets)

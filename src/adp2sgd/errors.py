@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -155,14 +155,35 @@ def _shown_by(show: Any) -> Any:
     return shown
 
 
+class _CarriedError(Exception):
+    """Carries an error of the caller's own through a run."""
+
+
+def callback(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The caller's function, which sees no record: `telling_no_values` lets its errors pass unchanged."""
+
+    def called(status: Any) -> None:
+        try:
+            function(status)
+        except Exception as error:
+            raise _CarriedError from error
+
+    return called
+
+
 @contextmanager
 def telling_no_values(private: bool) -> Iterator[None]:
     """Around a whole run: `withholding`, and an error that nothing else caught becomes a RunError without its text."""
+    carried: BaseException | None = None
     try:
         with withholding(private):
             yield
+    except _CarriedError as error:
+        carried = error.__cause__
     except Exception as error:
         if not private or isinstance(error, Adp2sgdError):
             raise
         fix = "lower batch_size" if "OutOfMemory" in type(error).__name__ else WITHHELD
         raise RunError(f"the run failed ({kind(error)}); {fix}") from None
+    if carried is not None:
+        raise carried

@@ -21,7 +21,7 @@ from adp2sgd.engine.nursery import Nursery
 from adp2sgd.engine.observer import write_point
 from adp2sgd.engine.setup import Setup, beginning, finish, open_budget, prepare, read_budget
 from adp2sgd.engine.supervisor import SESSION, Patience, Seat, Supervisor
-from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, telling_no_values
+from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, callback, telling_no_values
 from adp2sgd.exchange.shared import require_linux
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
@@ -61,7 +61,7 @@ def train(
             run = train(config, Path(scratch) / "run", exchange=exchange, on_status=on_status, patience=patience)
             return replace(run, folder=None)
     with telling_no_values(config.privacy.mode == "private"):
-        return _train(config, folder, resume, exchange, on_status, patience)
+        return _train(config, folder, resume, exchange, callback(on_status or (lambda _: None)), patience)
 
 
 def _train(
@@ -69,7 +69,7 @@ def _train(
     folder: str | Path,
     resume: bool,
     exchange: bool,
-    on_status: Callable[[Supervisor], None] | None,
+    on_status: Callable[[Supervisor], None],
     patience: Patience | None,
 ) -> Run:
     kept = _read_session(Folder.open(folder)) if resume else {}

@@ -28,7 +28,7 @@ from adp2sgd.engine.setup import Setup, beginning, finish, make_learner, prepare
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
 from adp2sgd.engine.threads import suited_threads
 from adp2sgd.engine.watch import Watch
-from adp2sgd.errors import ConfigError, InterruptedRunError, telling_no_values
+from adp2sgd.errors import ConfigError, InterruptedRunError, callback, telling_no_values
 from adp2sgd.exchange.protocol import Busy, Commit, Exchange, Message
 from adp2sgd.learner import Learner
 from adp2sgd.record import Folder, LearnerResult, Point, Run
@@ -62,7 +62,7 @@ def simulate(
         with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
             return replace(simulate(config, Path(scratch) / "run", on_status=on_status), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
-        return _simulate(config, folder, resume, on_status or (lambda _: None))
+        return _simulate(config, folder, resume, callback(on_status or (lambda _: None)))
 
 
 def _simulate(config: Config, folder: str | Path, resume: bool, on_status: Callable[[Status], None]) -> Run:
