@@ -212,7 +212,9 @@ def outcomes(setup: Setup, claim: float, seeds: range) -> Iterator[float]:
 
     `setup` is that of `simulate`; it is made once, since its checks of model and task are the same for all runs.
     """
+    initial = setup.model.weights.clone()
     for seed in seeds:
+        setup.model.load(initial)
         own = replace(setup, config=setup.config.replace(seed=seed), seed=seed)
         with tempfile.TemporaryDirectory(dir=FRESH) as folder:
             home = Folder.create(folder, own.config)
@@ -239,9 +241,8 @@ def best_bound(present: NDArray[np.float64], missing: NDArray[np.float64], cut: 
     return lower_bound(int((missing <= cut).sum()), len(missing), int((present <= cut).sum()), len(present))
 
 
-def proven(claim: float, runs: int) -> float:
-    """The ε that `runs` short runs prove; a tenth of them choose the threshold and the direction of the guess."""
-    settings = Config(
+def claiming(epsilon: float) -> Config:
+    return Config(
         task=f"{__name__}:lines",
         learners=1,
         batch_size=RECORDS // 2,
@@ -250,32 +251,47 @@ def proven(claim: float, runs: int) -> float:
         seed=0,
         evaluate_every=1e9,
         checkpoint_every=0,
+        options={"canary": True},
         optimizer=Optimizer(lr=1.0),
         privacy=Privacy(
             mode="private", delta=DELTA, clip_norm=CLIP, headroom=1.0, engine="loop",
-            noise_multiplier=noise_for(epsilon=claim, delta=DELTA, sample_rate=0.5, steps=STEPS),
+            noise_multiplier=noise_for(epsilon=epsilon, delta=DELTA, sample_rate=0.5, steps=STEPS),
         ),
     )  # fmt: skip
+
+
+def proven(claim: float, runs: int) -> float:
+    """The ε that `runs` short runs prove. Further ones, 40 % as many, choose the threshold and the guess."""
     seen = {}
     for canary in (True, False):
-        setup = prepare(settings.replace(options={"canary": canary}))
-        seeds = range(canary * runs, canary * runs + runs // 2)
+        setup = prepare(claiming(claim).replace(options={"canary": canary}))
+        seeds = range(2 * canary * runs, 2 * canary * runs + round(0.7 * runs))
         seen[canary] = np.array(list(outcomes(setup, claim, seeds)))
-    few = runs // 20
+    few = round(0.2 * runs)
     present, missing = (seen[canary][:few] for canary in (True, False))
-    cuts = [(cut, above) for cut in np.quantile(np.concatenate([present, missing]), np.linspace(0.05, 0.95, 19))
-            for above in (True, False)]  # fmt: skip
-    cut, above = max(cuts, key=lambda each: best_bound(present, missing, *each))
+    cuts = np.quantile(np.concatenate([present, missing]), np.linspace(0.05, 0.95, 19))
+    guesses = [(cut, above) for cut in cuts for above in (True, False)]
+    cut, above = max(guesses, key=lambda each: best_bound(present, missing, *each))
     return best_bound(seen[True][few:], seen[False][few:], cut, above)
 
 
+def test_short_runs_are_those_of_simulate(tmp_path: Path) -> None:
+    settings = claiming(2.0)
+    *_, last = outcomes(prepare(settings), 2.0, range(5, 8))
+    simulate(settings.replace(seed=7), tmp_path / "run")
+    model = load_model(tmp_path / "run")
+    assert isinstance(model, Line)
+    assert last == float(model.weight.detach()[0])
+
+
 def test_a_few_short_runs_prove_less_than_the_claim() -> None:
-    assert 0 < proven(2.0, runs=400) < 2.0
+    assert 0 < proven(2.0, runs=300) < 2.0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("claim", [1.0, 2.0])
-def test_ten_thousand_short_runs_prove_half_of_the_claim_and_not_more_than_it(claim: float) -> None:
-    """About four standard deviations of the bound from either limit; a bound is too high in 1 % of seeds."""
-    assert claim / 2 < proven(claim, runs=10_000) < claim
+def test_many_short_runs_prove_half_of_the_claim_and_not_more_than_it(claim: float) -> None:
+    """Of a mechanism that is as claimed the bound exceeds the claim for 1 % of seeds at most. For 60 sets of numbers
+    drawn from the theory it lay between 0.64 and 0.86 (claim 1) and between 1.3 and 1.6 (claim 2)."""
+    assert claim / 2 < proven(claim, runs=16_000) < claim
