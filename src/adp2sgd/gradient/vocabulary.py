@@ -118,7 +118,7 @@ SPREADS = functions("broadcast_to expand expand_as repeat tile")
 FACTORIES = functions("empty full ones rand randn zeros new_empty new_full new_ones new_zeros")
 LENT = {
     **dict.fromkeys(functions("new_empty new_full new_ones new_zeros"), 0),
-    **dict.fromkeys(functions("type_as expand_as view_as reshape_as"), 1),
+    **dict.fromkeys(functions("to type_as expand_as view_as reshape_as"), 1),
 }
 """How many tensors such a function reads numbers of; others lend it a type or a shape."""
 JOINS = functions("cat concat concatenate stack")
