@@ -59,11 +59,29 @@ class Transformer(nn.Module):
         return out
 
 
+class Own(nn.Module):
+    """The layers of "mlp" in a module that the package does not know, so every pass of it is checked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MODELS["mlp"](inputs=64, classes=10)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = self.inner(rows)
+        return out
+
+
+def rows(batch: int) -> Batch:
+    return torch.randn(batch, 64), torch.randint(0, 10, (batch,))
+
+
 def images(batch: int) -> Batch:
     return torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
 
 
 WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+    "mlp": (lambda: MODELS["mlp"](inputs=64, classes=10), rows),
+    "own-mlp": (Own, rows),
     "cnn": (lambda: MODELS["cnn"](size=32, channels=3, norm="group"), images),
     "resnet18": (lambda: MODELS["resnet18"](norm="group"), images),
     "mobilenetv2": (lambda: MODELS["mobilenet_v2"](norm="group"), images),

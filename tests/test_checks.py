@@ -424,3 +424,73 @@ def test_rows_that_are_blended_with_their_mirror_image_or_neighbour_are_refused(
         check_rows(torch.Tensor.float, lambda x, generator: 0.5 * x + 0.5 * order(x), stored)
     with pytest.raises(PrivacyError, match="prepare mixes"):
         check_rows(lambda x: 0.5 * x + 0.5 * order(x), None, stored)
+
+
+class Threshold(torch.autograd.Function):
+    """Scales the gradient of a batch where that is large."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm() if gradient.norm() > 5 else gradient
+
+
+def hooked(hidden):
+    hidden = hidden * 1
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: gradient / gradient.norm() if gradient.norm() > 5 else gradient)
+    return hidden
+
+
+@pytest.mark.parametrize("function", [Threshold.apply, hooked])
+def test_backward_passes_that_scale_a_batch_beyond_a_threshold_are_refused(function):
+    module = Wrapped(function)
+    nn.init.normal_(module.last.weight)
+    with pytest.raises(PrivacyError, match="is not the sum of their gradients"):
+        check_model(module, cross_entropy, INPUTS, TARGETS)
+
+
+def test_hooks_that_treat_records_one_by_one_pass():
+    def reversed_gradient(hidden):
+        hidden = hidden * 1
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: -gradient / gradient.norm(dim=1, keepdim=True).clamp(min=1))
+        return hidden
+
+    assert check_model(Wrapped(reversed_gradient), cross_entropy, INPUTS, TARGETS) == []
+
+
+def test_what_couples_only_batches_of_the_runs_size_is_refused():
+    module = Wrapped(lambda hidden: hidden - hidden.mean(0) if len(hidden) > 60 else hidden)
+    assert check_model(module, cross_entropy, INPUTS, TARGETS) == []
+    with pytest.raises(PrivacyError, match="of 86 synthetic records"):
+        check_model(module, cross_entropy, INPUTS, TARGETS, expected=56)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(FEATURES, CLASSES), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_code_that_keeps_state_is_refused():
+    with pytest.raises(PrivacyError, match="keeps state between its calls"):
+        check_model(nn.Sequential(torch.jit.script(Counts())), cross_entropy, INPUTS, TARGETS)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_that_cannot_be_copied_is_refused_in_one_line():
+    with pytest.raises(PrivacyError, match="cannot be copied"):
+        check_model(Wrapped(torch.jit.script(doubled)), cross_entropy, INPUTS, TARGETS)
+
+
+def doubled(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * 2

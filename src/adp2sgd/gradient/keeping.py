@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from adp2sgd.gradient import vocabulary as words
 from adp2sgd.gradient.layouts import UNIFORM, Rows, Rule, Site, Value, joint
+from adp2sgd.gradient.program import Listed
 
 
 def aligned(site: Site, out: Value, values: tuple[Value, ...] | list[Value], least: int = 1) -> Rows:
@@ -60,7 +61,7 @@ def along(site: Site) -> Rows:
     axes = site.get(place, "dim", named)
     if isinstance(axes, Value) and site.name in ("max", "min"):  # of two tensors
         return elementwise(site)
-    axes = site.args[1:] if site.name == "flip" and len(site.args) > 2 else axes if type(axes) is tuple else (axes,)
+    axes = site.args[1:] if site.name == "flip" and len(site.args) > 2 else axes if isinstance(axes, tuple) else (axes,)
     first = site.first
     if any(v.rows is None or v.axis != first.axis or len(v.shape) != len(first.shape) for v in site.tensors):
         raise site.refusal()
@@ -170,7 +171,7 @@ def product(site: Site, at: int = 0) -> Rows:
 def einsum(site: Site) -> Rows:
     """The records' letter is the same in all tensors that have any, in no other one, and in the result."""
     equation, *operands = site.args
-    operands = list(operands[0]) if operands and type(operands[0]) is tuple else operands
+    operands = list(operands[0]) if operands and isinstance(operands[0], tuple) else operands
     if not isinstance(equation, str) or "->" not in equation or len(operands) != len(site.tensors):
         raise site.refusal("is called in a way that is not checked")
     left, right = equation.replace(" ", "").split("->")
@@ -204,15 +205,20 @@ def _indices(site: Site) -> list[Any]:
     given = site.args[1]
     parts = list(given) if type(given) is tuple and given[:1] != ("slice",) else [given]
     # A constant of one axis picks along one axis, be it of numbers or of booleans.
-    picks = [p for p in parts if isinstance(p, (bool, Value)) or (type(p) is tuple and p[:1] != ("slice",))]
-    one = all(isinstance(p, Value) and p.rows is None and len(p.shape) == 1 for p in picks)
-    if picks and (not one or site.func is Tensor.__setitem__):
+    picks = [p for p in parts if isinstance(p, (bool, Value, Listed)) or (type(p) is tuple and p[:1] != ("slice",))]
+    if picks and (site.func is Tensor.__setitem__ or not all(_picks_one_axis(p) for p in picks)):
         raise site.refusal("by a tensor or a list may mix the records of a batch")
     missing = len(site.first.shape) - sum(part is not None and part is not Ellipsis for part in parts)
     if Ellipsis not in parts:
         parts.append(Ellipsis)
     at = parts.index(Ellipsis)
     return parts[:at] + [WHOLE] * missing + parts[at + 1 :]
+
+
+def _picks_one_axis(part: Any) -> bool:
+    if isinstance(part, Listed):
+        return all(type(number) is int for number in part)
+    return isinstance(part, Value) and part.rows is None and len(part.shape) == 1
 
 
 WHOLE = ("slice", None, None, None)
@@ -282,7 +288,7 @@ def _recorded(site: Site, rows: Rows) -> Rows:
 
 
 def lstm(site: Site) -> Rows:
-    if len(site.args) != 9 or type(site.args[1]) is not tuple:
+    if len(site.args) != 9 or not isinstance(site.args[1], tuple):
         raise site.refusal("of packed sequences has no rule")
     x, states, first = site.args[0], site.args[1], site.args[8]
     places = {id(x): 0 if first else 1} | {id(state): 1 for state in states}

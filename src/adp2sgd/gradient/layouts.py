@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from adp2sgd.gradient.functions import HANDLERS
-from adp2sgd.gradient.program import GIVEN, Call, Fixed, Program, Ref, Scaled
+from adp2sgd.gradient.program import GIVEN, Call, Fixed, Listed, Program, Ref, Scaled
 from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.gradient.vocabulary import IN_PLACE, LENT, SPREADS, pure
 
@@ -126,7 +126,7 @@ def _site(call: Call, values: dict[Ref, Value], known: dict[int, Value]) -> Site
         if isinstance(part, Ref):
             tensors.append(values[part])
             return tensors[-1]
-        return tuple(resolved(p) for p in part) if type(part) is tuple else part
+        return type(part)(resolved(p) for p in part) if type(part) in (tuple, Listed) else part
 
     if call.func in IN_PLACE and not isinstance(call.args[0], Ref):
         raise UnsupportedError(f"{call.name} changes a tensor that outlasts the pass")

@@ -37,6 +37,10 @@ class Scaled(NamedTuple):
     per_record: int
 
 
+class Listed(tuple[Any, ...]):
+    """A list among the arguments: as an index it means something else than a tuple."""
+
+
 class Fixed:
     """A tensor that the pass did not make. Parameters and buffers may have other values in another pass."""
 
@@ -88,7 +92,7 @@ class Pass:
         """Note or compare a call that is about to be made; its number, or None if it only reads sizes and types."""
         if func in METADATA:
             return None
-        self._take(func, args, sorted(kwargs.items()))
+        self._take(func, args, tuple(sorted(kwargs.items())))
         self.at += 1
         return self.at - 1
 
@@ -117,7 +121,7 @@ class Pass:
             raise UnsupportedError("a tensor was changed after other parts of the model had read it")
         return ref
 
-    def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: list[Any]) -> None:
+    def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
         raise NotImplementedError
 
     def _give(self, number: int, tensors: list[Tensor]) -> None:
@@ -136,7 +140,7 @@ class Writer(Pass):
         self.calls: list[Call] = []
         self.made = [(inputs, Ref(GIVEN, 0)), (targets, Ref(GIVEN, 1))]  # held, lest memory is used again
 
-    def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: list[Any]) -> None:
+    def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
         try:
             self.calls.append(Call(func, self._pattern(args), self._pattern(named)))
         except TypeError as error:
@@ -154,7 +158,7 @@ class Writer(Pass):
         if isinstance(value, Tensor):
             return self.ref(value) or Fixed(value, None if id(value) in self.own else value._version)
         if isinstance(value, (tuple, list)):
-            return tuple(self._pattern(v) for v in value)
+            return (Listed if isinstance(value, list) else tuple)(self._pattern(v) for v in value)
         if isinstance(value, slice):
             return ("slice", *(self._pattern(v) for v in (value.start, value.stop, value.step)))
         if isinstance(value, ATOMS):
@@ -169,7 +173,7 @@ class Follower(Pass):
         super().__init__(inputs, targets)
         self.program, self.n = program, n
 
-    def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: list[Any]) -> None:
+    def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
         call = self.program.calls[self.at] if self.at < len(self.program.calls) else None
         if call is None or call.func != func or not self._like(call.args, args) or not self._like(call.named, named):
             raise UnsupportedError("the model takes another course than when it was checked")
@@ -186,7 +190,7 @@ class Follower(Pass):
             return isinstance(value, Tensor) and self.ref(value) == pattern
         if kind is Fixed:
             return isinstance(value, Tensor) and self._same(pattern, value)
-        if kind is tuple:
+        if kind is tuple or kind is Listed:
             return self._all_like(pattern, value)
         if kind is Scaled:
             return bool(value == pattern.per_record * self.n)
@@ -195,7 +199,7 @@ class Follower(Pass):
     def _all_like(self, pattern: tuple[Any, ...], value: Any) -> bool:
         if isinstance(value, slice):
             value = ("slice", value.start, value.stop, value.step)
-        if not isinstance(value, (tuple, list)) or len(value) != len(pattern):
+        if not isinstance(value, list if type(pattern) is Listed else tuple) or len(value) != len(pattern):
             return False
         for part, given in zip(pattern, value, strict=True):  # noqa: SIM110 (called often)
             if not self._like(part, given):
@@ -232,8 +236,8 @@ SIZE_NAMES = ("size", "sizes", "shape")
 
 
 def _united(a: Any, b: Any, n: int, m: int, *, sizes: bool) -> Any:
-    if type(a) is tuple and type(b) is tuple and len(a) == len(b):
-        return tuple(_united(x, y, n, m, sizes=sizes) for x, y in zip(a, b, strict=True))
+    if type(a) in (tuple, Listed) and type(a) is type(b) and len(a) == len(b):
+        return type(a)(_united(x, y, n, m, sizes=sizes) for x, y in zip(a, b, strict=True))
     if type(a) is type(b) and _equal(a, b):
         return a
     if sizes and type(a) is int and type(b) is int and a % n == 0 and a * m == b * n:

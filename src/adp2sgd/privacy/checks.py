@@ -339,6 +339,8 @@ def _refuse_idle_parameters(probe: _Probe, batch: _Answer) -> None:
 
 def _refuse_changed_state(probe: _Probe) -> None:
     for name, part in probe.module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and "prim::SetAttr" in str(getattr(part, "inlined_graph", "")):
+            raise PrivacyError(f"{name} is compiled code that keeps state between its calls; leave it in Python")
         if getattr(part, "max_norm", None) is not None:  # of rows that synthetic records may not reach
             raise PrivacyError(f"{name} has max_norm, which changes its weights by the records it reads; leave it out")
         if isinstance(part, torch.jit.ScriptModule) and _sets_attributes(part):
