@@ -1,22 +1,25 @@
 """Privacy loss distributions: certified bounds, from above and from below, on ε of many sampled Gaussian steps.
 
-One composition on a grid gives both bounds. Let S be the sum of all losses, S' the sum of the losses as rounded by
-`step_loss`, D = S' − S, and δ'(ε) = E[max(0, 1 − exp(ε − S'))]. Then
+One composition on a grid gives both bounds. Let S be the sum of all losses, S' that of the rounded ones (`step_loss`),
+D = S' − S, and δ'(ε) = E[max(0, 1 − exp(ε − S'))] over finite S'. Losses above the grid are called large. Then
 
-    δ(ε) ≤ δ'(ε)                                      rounding never lowers δ
-    δ(ε − x) ≥ δ'(ε) − E[max(0, 1 − exp(ε − S')); D > x]   as S ≥ S' − x where D ≤ x
+    δ(ε)     ≤ δ'(ε) + Prob(S' = ∞)                        rounding never lowers δ
+    δ(ε − x) ≥ δ'(ε) + Prob(S' = ∞) − stray(ε) − fold(ε)   where no loss is large and D ≤ x, S ≥ S' − x; else
+                                                           δ ≥ P − exp(ε)·Q, on any set of outputs
+
+    stray(ε) = E[max(0, 1 − exp(ε − S')); no loss is large and D > x]     bounded by `_shift`
+    fold(ε)  = E[max(0, exp(ε − S') − 1); a loss is large, S' finite]     bounded by `_fold`
+
+Large losses need no grid: it ends at about twice ε. Else, at small rates, a few of them would dictate its size.
 
 Steps are *tilted*: their chances are multiplied by exp(tilt · loss − cumulant) before the Fourier transforms and divided
-by it after. With G(ε) = E_tilted[g(S' − ε)], g(y) = exp(−tilt · y) · max(0, 1 − exp(−y)),
+by it after. With G(ε) = E_tilted[g(S' − ε)] and g(y) = exp(−tilt · y) · max(0, 1 − exp(−y)),
 
     δ'(ε) = exp(cumulant − tilt · ε) · G(ε)
 
-so every error e in G is a relative error of δ', however small δ is. The last term of the second line is at most
-exp(cumulant − tilt · ε) · max g · Prob_tilted(D > x), which `_shift` bounds. Errors in G:
-
-- aliasing: the transform wraps what lies outside its window, at most OUTSIDE of the tilted mass by Chernoff's bound;
-- rounding of the transforms: `_rounding_error`;
-- rounding in the tables: a factor (1 + DOUBT)^steps on δ, and a shift of steps · DOUBT · reach on ε.
+so an error of G is a relative error of δ', however small δ is. `_compose` bounds the error of G from aliasing and from
+rounding in the transforms. Rounding in the tables puts a factor of (1 + DOUBT)^steps on δ and a shift of
+steps · DOUBT · reach on ε.
 
 dp-accounting does not fit here: its fixed grid gives ε of .035 instead of .0044 at rate 1e-4, noise 50, 1e6 steps, its
 rounding 9 % too little ε at rate 1e-4, noise 1, δ = 1e-12, and its bounds are from above only; see
@@ -27,26 +30,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from adp2sgd.privacy.step_loss import ADD, DOUBT, REMOVE, REPLACE, Array, Table, extent, loss_at, table
+from adp2sgd.privacy.step_loss import ADD, DOUBT, REMOVE, REPLACE, Array, Table, loss_range, table
 
 Part = tuple[float, float, int]
 """(noise multiplier, sample rate, steps)."""
 Tables = list[tuple[Table, int]]
 
 TOLERANCE = 2e-3  # of upper − lower, as a share of ε
-CHEAP_POINTS = 1 << 17  # a distribution of more points may have a tolerance larger in proportion
-MOST_POINTS = 1 << 22  # of a composed distribution: 500 MiB in all
-OUTSIDE = 1e-12  # tilted mass outside the window
-CUT = 45.0  # g is left out where tilt · y is above: exp(−45) = 3e-20 of it
+CHEAP_POINTS = 1 << 17  # a distribution of more points may have a tolerance that is larger in proportion
+MOST_POINTS = 1 << 21  # of a composed distribution: less than 1 GiB in all
+OUTSIDE = 1e-12  # tilted mass outside the window, either side
+CUT = 45.0  # g is left out where tilt · y is above: exp(−45) = 3e-20
 UNIT = 2.0**-53
-
-
-class TooLongError(Exception):
-    """The composed distribution would take more than `MOST_POINTS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,96 +58,94 @@ class Bounds:
     upper: float
     points: int
 
-    @property
-    def settled(self) -> bool:
-        """Whether the bounds are as close as TOLERANCE demands at this many points."""
-        return self.upper - self.lower <= TOLERANCE * max(1.0, self.points / CHEAP_POINTS) * self.upper + 1e-12
+    def excess(self, tolerance: float) -> float:
+        """upper − lower over what is allowed: the share `tolerance` of ε, or more in proportion beyond CHEAP_POINTS."""
+        allowed = tolerance * max(1.0, self.points / CHEAP_POINTS) * self.upper
+        return (self.upper - self.lower) / max(allowed, 1e-12) if self.points else math.inf
 
 
-def bounds(parts: tuple[Part, ...], delta: float, *, replaced: bool) -> Bounds:
+def bounds(parts: tuple[Part, ...], delta: float, *, replace: bool, tolerance: float = TOLERANCE) -> Bounds:
     """Bounds on ε of all `parts` together, when a record is added or removed, or with `replace` changed for another.
 
-    Raises `TooLongError` where not even a coarse grid fits.
+    They differ by the share `tolerance` of ε, or by more where that would take too many points.
     """
-    found: list[Bounds] = []
-    for change in (REPLACE,) if replaced else (REMOVE, ADD):
-        floor = max((one.lower for one in found), default=0.0)
-        found.append(_refined(parts, delta, change, floor))
+    with np.errstate(over="ignore", under="ignore"):
+        if replace:
+            return _refined(parts, delta, REPLACE, tolerance, floor=0.0)
+        removed = _refined(parts, delta, REMOVE, tolerance, floor=0.0)
+        added = _refined(parts, delta, ADD, tolerance, floor=removed.lower)
     return Bounds(
-        lower=max(one.lower for one in found),
-        upper=max(one.upper for one in found),
-        points=max(one.points for one in found),
+        lower=max(removed.lower, added.lower),
+        upper=max(removed.upper, added.upper),
+        points=max(removed.points, added.points),
     )
 
 
-def _refined(parts: tuple[Part, ...], delta: float, change: str, floor: float) -> Bounds:
-    """Bounds on a grid that is refined until they are close, or until ε is below `floor`, or as far as it fits."""
+def _refined(parts: tuple[Part, ...], delta: float, change: str, tolerance: float, floor: float) -> Bounds:
+    """Bounds on a grid that is refined until they are close, or ε is known to be below `floor`, or it no longer fits."""
     tail = 10.0 ** math.floor(math.log10(1e-4 * delta / sum(count for _, _, count in parts)))
-    width = _width(parts, change, tail)
-    grid = _Grid(change=change, spacing=2.0 ** math.floor(math.log2(width / 50)), top=math.inf, tail=tail)
-    best = _on_grid(parts, delta, grid)
-    while not (best.settled or best.upper <= floor):
-        excess = (best.upper - best.lower) / (TOLERANCE * best.upper)
-        finer = 2.0 ** min(4, max(1, round(math.log2(excess))))
-        grid = replace(grid, spacing=grid.spacing / finer, top=2.0 ** math.ceil(math.log2(2 * best.upper)))
-        try:
-            found = _on_grid(parts, delta, grid)
-        except TooLongError:
-            break
+    ranges = [loss_range(change, noise, rate, tail) for noise, rate, _ in parts]
+    spacing = 2.0 ** math.floor(math.log2(max(high - low for low, high in ranges) / 50))
+    best, top, coarser = Bounds(lower=0.0, upper=math.inf, points=0), math.inf, math.inf
+    while best.excess(tolerance) > 1 and best.upper > floor and spacing < coarser:
+        if max(min(high, top) - low for low, high in ranges) > spacing * MOST_POINTS:
+            spacing *= 2
+            continue
+        tables = [(table(change, noise, rate, spacing, top, tail), count) for noise, rate, count in parts]
+        if sum(count * one.infinite for one, count in tables) > delta / 2:
+            top *= 2
+            continue
+        found = _on_grid(tables, delta, spacing, tail)
+        if found is None:
+            spacing *= 2
+            continue
         best = Bounds(lower=max(best.lower, found.lower), upper=min(best.upper, found.upper), points=found.points)
+        # The distance shrinks like the spacing or its square root. Beyond CHEAP_POINTS, the tolerance grows meanwhile.
+        excess = best.excess(tolerance)
+        factor = min(16.0, max(2.0, min(excess, math.sqrt(excess * max(1.0, CHEAP_POINTS / best.points)))))
+        coarser, spacing, top = spacing, spacing / 2.0 ** math.ceil(math.log2(factor)), 2 * best.upper
     return best
 
 
-def _width(parts: tuple[Part, ...], change: str, tail: float) -> float:
-    """The widest range of one step's losses."""
-    ranges = (loss_at(change, noise, rate, np.array(extent(change, noise, rate, tail))) for noise, rate, _ in parts)
-    return max(float(high - low) for low, high in ranges)
+def _on_grid(tables: Tables, delta: float, spacing: float, tail: float) -> Bounds | None:
+    """Bounds from one composition, with tables that leave out `tail` of P at either end; None where it does not fit."""
+    steps, doubt = sum(count for _, count in tables), sum(count * DOUBT * one.reach for one, count in tables)
+    infinite = sum(count * one.infinite for one, count in tables)  # Prob(S' = ∞) is between 1 − exp(−infinite) and it
+    composed = _compose(tables, spacing, _best_tilt(tables, delta))
+    if composed is None:
+        return None
+    upper = _upper(composed, math.log(delta - infinite - steps * tail) - (steps + 1) * DOUBT)
+    if not upper:
+        return Bounds(lower=0.0, upper=0.0, points=len(composed.sums))
+    stray = 0.002 * composed.beyond(upper)
+    shift = _shift(tables, spacing, composed.tilt, stray / composed.peak) if stray else math.inf
+    log_delta = math.log(delta + math.expm1(-infinite) + 2 * steps * tail) + (steps + 1) * DOUBT
+    lower = _lower(composed, log_delta, stray, _fold(tables), upper)
+    return Bounds(lower=max(0.0, lower - shift - doubt), upper=upper + doubt, points=len(composed.sums))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Grid:
-    """Where the losses of a step are rounded to; see `step_loss.table`."""
-
-    change: str
-    spacing: float
-    top: float
-    tail: float
-
-
-def _on_grid(parts: tuple[Part, ...], delta: float, grid: _Grid) -> Bounds:
-    """Bounds from one composition on the grid of `spacing`, with tables that leave out `tail` at either end."""
-    if min(2 * grid.top, _width(parts, grid.change, grid.tail)) > grid.spacing * MOST_POINTS:
-        raise TooLongError
-    tables = [
-        (table(grid.change, noise, rate, grid.spacing, grid.top, grid.tail), count) for noise, rate, count in parts
-    ]
-    steps = sum(count for _, count in tables)
-    missing = sum(count * (one.infinite + grid.tail) for one, count in tables)
-    if missing >= delta: print("MISSING",missing,delta)
-    composed = _compose(tables, grid.spacing, _best_tilt(tables, delta))
-    doubt = sum(count * DOUBT * one.reach for one, count in tables)
-    upper = _upper(composed, math.log(delta - missing) - steps * DOUBT)
-    log_delta = math.log(delta - missing + 3*steps*grid.tail + missing**2/2) + steps * DOUBT
-    strays = 0.01 * composed.beyond(upper)  # what D > x may take from G
-    shift = _shift(tables, grid.spacing, composed.tilt, strays / composed.peak) if strays > 0 else math.inf
-    lower = _lower(composed, log_delta, strays, tables, upper) - shift - doubt
-    return Bounds(lower=max(0.0, lower), upper=upper + doubt if upper else 0.0, points=len(composed.sums))
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Composed:
-    """Chances `sums` of the tilted sum of losses at `losses`; `error` bounds what is wrong with `beyond`."""
+    """Chances `sums` of the tilted S' at `losses`; `error` bounds the error of `beyond`."""
 
     tilt: float
     cumulant: float
     losses: Array
     sums: Array
-    error: float
+    rounding: float
 
     @property
     def peak(self) -> float:
         """max g."""
-        return float(math.exp(self.tilt * -math.log1p(1 / self.tilt)) / (1 + self.tilt))
+        return math.exp(-self.tilt * math.log1p(1 / self.tilt)) / (1 + self.tilt)
+
+    @cached_property
+    def error(self) -> float:
+        """Mass outside the window is missed, and wrapped into it; and `rounding` is the error of `sums` in Euclidean
+        norm, so it changes G by its product with the norm of g at most, whose square is below ∫g²/spacing + max g²."""
+        spacing = float(self.losses[1] - self.losses[0])
+        square = min(1 / (4 * self.tilt**3), 1 / (2 * self.tilt)) / spacing + self.peak**2
+        return 5 * OUTSIDE * self.peak + self.rounding * math.sqrt(square)
 
     def beyond(self, epsilon: float) -> float:
         """G(ε)."""
@@ -156,19 +155,19 @@ class _Composed:
         return float(self.sums[begin:end] @ (np.exp(-self.tilt * away) * -np.expm1(-away)))
 
     def log_delta(self, epsilon: float, error: float) -> float:
-        """ln of δ'(ε) where G is off by `error`."""
+        """ln δ'(ε), where G is off by `error`."""
         mass = self.beyond(epsilon) + error
         return math.log(mass) + self.cumulant - self.tilt * epsilon if mass > 0 else -math.inf
 
 
 def _upper(composed: _Composed, log_delta: float) -> float:
-    """An ε ≥ 0 with δ(ε) ≤ exp(log_delta), nearly the least one for which this is certain."""
+    """Nearly the least ε ≥ 0 for which δ'(ε) ≤ exp(log_delta) is certain."""
 
     def excess(epsilon: float) -> float:
         return composed.log_delta(epsilon, composed.error) - log_delta
 
-    low = high = max(0.0, (composed.cumulant - log_delta) / composed.tilt)
     step = 1 / composed.tilt
+    low = high = max(0.0, (composed.cumulant - log_delta) / composed.tilt)  # Chernoff's bound
     while excess(high) > 0:
         low, high, step = high, high + step, 2 * step
     while excess(low) <= 0:
@@ -178,160 +177,164 @@ def _upper(composed: _Composed, log_delta: float) -> float:
     return _root(excess, low, high, 1 / composed.tilt)
 
 
-def _lower(composed: _Composed, log_delta: float, strays: float, tables, upper) -> float:
-    """An ε with δ'(ε) ≥ exp(log_delta) even without `strays`; 0 where none is certain."""
-    fold = _fold(tables)
-    def excess(epsilon: float) -> float:
-        lost = composed.error + strays + math.exp(min(700.,fold(epsilon)+ composed.tilt*epsilon - composed.cumulant))
-        return composed.log_delta(epsilon, -lost) - log_delta
+def _lower(
+    composed: _Composed, log_delta: float, stray: float, fold: Callable[[float], float], upper: float
+) -> float:
+    """An ε below `upper` for which δ'(ε) ≥ exp(log_delta) is certain, also without `stray` and `fold`; 0 where none is."""
 
-    low = high = upper
-    step = 0.01 / composed.tilt
-    while excess(low) <= 0:
+    def excess(epsilon: float) -> float:
+        log_folded = min(700.0, fold(epsilon) + composed.tilt * epsilon - composed.cumulant)
+        return composed.log_delta(epsilon, -composed.error - stray - math.exp(log_folded)) - log_delta
+
+    step, low, high = 0.01 / composed.tilt, upper, upper
+    while excess(low) < 0:
         if not low:
             return 0.0
         low, high, step = max(0.0, low - step), low, 2 * step
-    return -_root(lambda e: -excess(-e), -high, -low, 1 / composed.tilt)
-
-
-def _fold(tables):
-    var = 0.0
-    for one, count in tables:
-        chances = np.exp(one.logs)
-        var += count * float(chances @ (one.losses - float(chances @ one.losses)) ** 2)
-    spread = math.sqrt(var)
-    terms=[]
-    if not any(t.folded for t,_ in tables): return lambda e: -1e9
-    for k in (0.5,1,2,4,8,16):
-        nu = 1+k/spread
-        tot = sum(c*t.cumulant(-nu) for t,c in tables)
-        a = sum(c*t.folded*math.exp(-nu*float(t.losses[-1]) - t.cumulant(-nu)) for t,c in tables)
-        terms.append((nu, tot+math.log(a) if a else -1e9))
-    return lambda e: min(nu*e+t for nu,t in terms)
+    return -_root(lambda mirrored: -excess(-mirrored), -high, -low, 1 / composed.tilt)
 
 
 def _root(excess: Callable[[float], float], low: float, high: float, scale: float) -> float:
-    """A point just above the root of `excess`, where it is not positive; it is positive at `low`, not at `high`."""
+    """A point close to a root of `excess` and not above 0 there; it is positive at `low`, and not at `high`."""
     from scipy.optimize import brentq
 
-    root = float(brentq(lambda e: max(-700.0, min(700.0, excess(e))), low, high, xtol=1e-6 * scale))
+    if low == high:
+        return high
     step = 1e-6 * scale
+    root = float(brentq(lambda value: max(-700.0, min(700.0, excess(value))), low, high, xtol=step))
     while excess(root) > 0:
         root, step = min(high, root + step), 2 * step
     return root
 
 
-def _compose(tables: Tables, spacing: float, tilt: float) -> _Composed:
-    """The tilted distribution of the sum of all losses, in a window that holds all of it but OUTSIDE.
+def _compose(tables: Tables, spacing: float, tilt: float) -> _Composed | None:
+    """The tilted distribution of the sum of all losses, in a window that holds all of it but OUTSIDE at either side;
+    None where that takes more than MOST_POINTS.
 
-    A step's transform is 1 + t with t = Σ chance · (exp(iθ) − 1). At small rates t is small, and taken as it is, without
-    the 1, its rounding errors are small too: they are raised to the number of steps.
+    A step's transform is 1 + t with t = Σ chance · (exp(iθ) − 1). At small rates t is small; computed without the 1, it
+    has errors in proportion. A transform of n numbers has an error of at most 8 · UNIT · log₂ n times the sum of their
+    absolute values; logarithm, product and exponential add less than twice that. With c steps, whose transforms have
+    moduli of 1 at most, an error e of t changes the product by at most c · e · |product|^(1 − 1/c). The mean square of
+    that is the squared error of `sums` (Parseval).
     """
     from scipy.fft import irfft, next_fast_len, rfft
 
-    cumulant = sum(count * one.cumulant(tilt) for one, count in tables)
-    low, high = _window(tables, spacing, tilt, cumulant)
+    low, high = _window(tables, spacing, tilt)
     points = max((high - low) / spacing + 3, *(len(one.losses) for one, _ in tables))
     if not points <= MOST_POINTS:
-        raise TooLongError
+        return None
     size = next_fast_len(max(256, math.ceil(points)), real=True)
     logs = np.zeros(size // 2 + 1, dtype=np.complex128)
-    moved: list[tuple[int, float]] = []
+    moved = []
     for one, count in tables:
         weights = _centred(one, tilt, size)
         moved.append((count, float(np.abs(weights).sum())))
-        logs += count * _log1p(rfft(weights))
+        logs += _log1p(rfft(weights), count)
     decay = logs.real.copy()
-    np.exp(logs, out=logs)
-    norm = sum(count * one * math.sqrt(float(np.mean(np.exp(2 * (1 - 1 / count) * decay)))) for count, one in moved)
-    norm += math.sqrt(float(np.mean(np.exp(2 * decay))))
     first = math.floor(low / spacing)
-    sums = np.maximum(np.roll(irfft(logs, size), -first), 0.0)
-    composed = _Composed(tilt, cumulant, spacing * np.arange(first, first + size), sums, 0.0)
-    error = 3 * OUTSIDE * composed.peak + _rounding_error(size, norm, spacing, tilt)
-    return _Composed(tilt, cumulant, composed.losses, sums, error)
-
-
-def _rounding_error(size: int, moved: float, spacing: float, tilt: float) -> float:
-    """What rounding in the transforms may change in G; `moved` is the sum over all steps of the norm of t's weights.
-
-    A transform of n numbers has an error of at most 8 · UNIT · log₂ n relative to the norm of its input (Higham 2002,
-    theorem 24.2). A step's transform has modulus 1 at most, so errors add up over the steps; exponential, logarithm and
-    product add less than twice that again. So the chances err by at most this much in Euclidean norm, and G by its
-    product with the norm of g (Cauchy and Schwarz), whose square is at most ∫g²/spacing + max g².
-    """
-    norm = 24 * UNIT * math.log2(size) * moved
-    squares = min(1 / (4 * tilt**3), 1 / (2 * tilt)) / spacing + min(1.0, 1 / tilt) ** 2
-    return norm * math.sqrt(squares)
+    sums = np.maximum(np.roll(irfft(np.exp(logs, out=logs), size), -first), 0.0)
+    norm = float(np.linalg.norm(sums))
+    for count, weight in moved:
+        norm += count * weight * math.sqrt(float(np.mean(np.exp(2 * (1 - 1 / count) * decay))))
+    return _Composed(
+        tilt=tilt,
+        cumulant=sum(count * one.cumulant(tilt) for one, count in tables),
+        losses=spacing * np.arange(first, first + size),
+        sums=sums,
+        rounding=24 * UNIT * math.log2(size) * norm,
+    )
 
 
 def _centred(one: Table, tilt: float, size: int) -> Array:
     """Tilted chances of a step, from loss 0 on and wrapped around, less 1 at loss 0: they add up to 0."""
     weights = np.zeros(size)
-    values = np.exp(one.logs + tilt * one.losses - one.cumulant(tilt))
-    weights[np.arange(one.first, one.first + len(values)) % size] = values
+    weights[np.arange(one.first, one.first + len(one.losses)) % size] = one.tilted(tilt)
     weights[0] = 0.0
     weights[0] = -float(weights.sum())
     return weights
 
 
-def _log1p(t: np.ndarray[tuple[int, ...], np.dtype[np.complex128]]) -> np.ndarray[tuple[int, ...], np.dtype[np.complex128]]:
-    """ln(1 + t), with an error relative to |t| where that is small."""
-    out = np.empty_like(t)
+def _log1p(t: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
+    """count · ln(1 + t), with an error relative to |t| where that is small."""
     square = t.real**2 + t.imag**2
     with np.errstate(divide="ignore"):
-        out.real = np.where(square < 0.25, 0.5 * np.log1p(2 * t.real + square), np.log(np.abs(1 + t)))
-    out.imag = np.arctan2(t.imag, 1 + t.real)
-    return out
+        real = np.where(square < 0.25, 0.5 * np.log1p(2 * t.real + square), np.log(np.abs(1 + t)))
+    t.imag = count * np.arctan2(t.imag, 1 + t.real)
+    t.real = count * np.maximum(real, -1e3)
+    return t
 
 
-def _window(tables: Tables, spacing: float, tilt: float, cumulant: float) -> tuple[float, float]:
-    """Bounds on the tilted sum that either side exceeds with a chance of OUTSIDE / 2 at most (Chernoff)."""
-    variance = 0.0
-    for one, count in tables:
-        chances = np.exp(one.logs + tilt * one.losses - one.cumulant(tilt))
-        variance += count * float(chances @ (one.losses - float(chances @ one.losses)) ** 2)
-    spread = math.sqrt(variance) + spacing
+def _window(tables: Tables, spacing: float, tilt: float) -> tuple[float, float]:
+    """Bounds that the tilted sum exceeds with a chance of OUTSIDE at most, either side (Chernoff)."""
+    spread, reach = _spread(tables, tilt) + spacing, max(one.reach for one, _ in tables)
+    cumulant = sum(count * one.cumulant(tilt) for one, count in tables)
 
     def bound(slope: float) -> float:
         moved = sum(count * one.cumulant(tilt + slope) for one, count in tables)
-        return float(moved - cumulant - math.log(OUTSIDE / 2)) / slope
+        return float(moved - cumulant - math.log(OUTSIDE)) / slope
 
-    slopes = (1, 2, 4, 8)
-    return max(bound(-slope / spread) for slope in slopes), min(bound(slope / spread) for slope in slopes)
+    slopes = [size / scale for scale in (spread, reach) for size in (1, 2, 4, 8)]
+    return max(bound(-slope) for slope in slopes), min(bound(slope) for slope in slopes)
+
+
+def _spread(tables: Tables, tilt: float) -> float:
+    """Standard deviation of the tilted sum."""
+    variance = 0.0
+    for one, count in tables:
+        chances = one.tilted(tilt)
+        variance += count * float(chances @ (one.losses - float(chances @ one.losses)) ** 2)
+    return math.sqrt(variance)
 
 
 def _best_tilt(tables: Tables, delta: float) -> float:
-    """The tilt that centres the composed distribution near the ε sought: where Chernoff's bound on ε is smallest."""
+    """The tilt that centres the composed distribution near the ε sought: where Chernoff's bound on ε is smallest.
+
+    It is limited so that the top of the grid, where a chance may be as large as δ, does not outweigh the rest.
+    """
     from scipy.optimize import minimize_scalar
 
-    reach, steps = max(one.reach for one, _ in tables), sum(count for _, count in tables)
+    reach, steps = max(float(one.losses[-1]) for one, _ in tables), sum(count for _, count in tables)
 
     def bound(log_tilt: float) -> float:
         tilt = math.exp(log_tilt)
         return float(sum(count * one.cumulant(tilt) for one, count in tables) - math.log(delta)) / tilt
 
-    ends = (math.log(1e-2 / (math.sqrt(steps) * reach)), math.log(1e4 / reach))
+    ends = (math.log(1e-3 / (math.sqrt(steps) * reach)), math.log((1 - math.log(delta)) / reach))
     return math.exp(float(minimize_scalar(bound, bounds=ends, method="bounded", options={"xatol": 0.05}).x))
 
 
 def _shift(tables: Tables, spacing: float, tilt: float, chance: float) -> float:
-    """An x with Prob_tilted(D > x) ≤ `chance`, by Bennett's inequality.
+    """An x with Prob_tilted(no loss is large and D > x) ≤ `chance`, by Bennett's inequality. As g ≤ max g, stray(ε) is
+    then at most exp(cumulant − tilt · ε) · max g · chance.
 
-    For a loss at a + s, 0 ≤ s ≤ h, let f ≥ s/h be its chance to be rounded up to a + h. With c = h / (1 − exp(−h)):
-    f − s/h ≤ s(h − s)/(2(1 − exp(−h))) and f ≤ cs/h, as f is concave with a slope of c/h at most. Before tilting, D has
-    mean at most c·s(h − s)/2 and second moment at most (1 + ch/2)·s(h − s). Tilting weighs rounding up by exp(tilt·h)
-    more: it adds f(h − s)·(exp(tilt·h) − 1) to the mean, and a factor of exp(tilt·h) at most to the second moment. Last,
-    s(h − s) ≤ h²·exp(h)·f(1 − f), whose mean over a cell is at most h²·exp(h)·up·down/(up + down)² (Jensen).
+    For a loss at a + s, 0 ≤ s ≤ h, let f be its chance to be rounded up to a + h, and c = h / (1 − exp(−h)). As f is
+    concave, s/h ≤ f ≤ cs/h and f − s/h ≤ cs(h − s)/(2h). Before tilting, D has a mean of at most cs(h − s)/2 and a second
+    moment of at most (1 + ch/2)·s(h − s). Tilting weighs rounding up by exp(tilt·h) more: it adds f(h − s)·(exp(tilt·h)
+    − 1) to the mean, and a factor of exp(tilt·h) at most to the second moment. Last, s(h − s) ≤ h²·exp(h)·f(1 − f), and
+    the mean of f(1 − f) over a cell is at most up·down/(up + down)² (Jensen).
     """
     square = 0.0
     for one, count in tables:
         square += count * float(np.exp(one.splits + tilt * one.losses[:-1] - one.cumulant(tilt)).sum())
     square *= spacing**2 * math.exp(spacing)
     steep = spacing / -math.expm1(-spacing)
-    with np.errstate(over="ignore"):
-        mean = square * steep * (0.5 + np.expm1(tilt * spacing) / spacing)
-        second = square * (1 + steep * spacing / 2) * np.exp(tilt * spacing)
-        slopes = np.geomspace(1e-8, 50, 400)  # times spacing
-        shifts = mean + (second * (np.expm1(slopes) - slopes) / spacing**2 - math.log(chance)) * spacing / slopes
+    mean = square * steep * (0.5 + np.expm1(tilt * spacing) / spacing)
+    second = square * (1 + steep * spacing / 2) * np.exp(tilt * spacing)
+    slopes = np.geomspace(1e-8, 50, 400)  # times spacing
+    shifts = mean + (second * (np.expm1(slopes) - slopes) / spacing**2 - math.log(chance)) * spacing / slopes
     return float(np.min(shifts))
+
+
+def _fold(tables: Tables) -> Callable[[float], float]:
+    """A bound on ln fold(ε): max(0, exp(y) − 1) ≤ exp(slope · y) for every slope ≥ 1, and the mean of exp(−slope · S')
+    where a loss is large is at most Σ steps · folded · exp(−slope · top) times the other steps' means."""
+    large = [(one, count) for one, count in tables if one.folded]
+    if not large:
+        return lambda epsilon: -math.inf
+    spread, reach = _spread(tables, 0.0), max(float(one.losses[-1]) for one, _ in tables)
+    terms = []
+    for slope in [1 + size / scale for scale in (spread, reach) for size in (1, 2, 4, 8, 16, 32)]:
+        total = sum(count * one.cumulant(-slope) for one, count in tables)
+        logs = [math.log(count * one.folded) - slope * float(one.losses[-1]) - one.cumulant(-slope) for one, count in large]
+        terms.append((slope, total + float(np.logaddexp.reduce(logs))))
+    return lambda epsilon: min(slope * epsilon + log for slope, log in terms)

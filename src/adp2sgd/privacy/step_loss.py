@@ -1,24 +1,24 @@
 """The privacy loss of one sampled Gaussian step, rounded to a grid so that ε can only grow.
 
-An output is a number v. P is its distribution with the record, Q the one without (or the other way round), and the
-privacy loss is L(v) = ln P(v)/Q(v). The outputs are written so that L rises with v:
+An output is a number v. P is its distribution on one data set and Q on the other; the privacy loss is
+L(v) = ln P(v)/Q(v). Outputs are signed so that L rises with v:
 
     remove   P = (1 − q)·N(0, z²) + q·N(1, z²)   Q = N(0, z²)                        L(v) = R(v)
     add      P = N(0, z²)                        Q = (1 − q)·N(0, z²) + q·N(−1, z²)  L(v) = −R(−v)
     replace  P = (1 − q)·N(0, z²) + q·N(1, z²)   Q = (1 − q)·N(0, z²) + q·N(−1, z²)  L(v) = R(v) − R(−v)
 
-with R(v) = ln(1 − q + q·exp((2v − 1) / 2z²)).
+with R(v) = ln(1 − q + q·exp((2v − 1) / 2z²)), sample rate q and noise multiplier z.
 
-Rounding ("connect the dots", Doroshenko et al. 2022): a loss L between the grid points a and a + h becomes a + h with
-probability (1 − exp(a − L)) / (1 − exp(−h)), else a. So E[exp(−rounded)] = exp(−L). As x ↦ max(0, 1 − x) is convex,
-Jensen's inequality shows that rounding one step, whatever the others do, never lowers δ(ε).
+Rounding ("connect the dots", Doroshenko et al. 2022): a loss L between the grid points a and b becomes b with
+probability (1 − exp(a − L)) / (1 − exp(a − b)), else a. Then E[exp(−rounded)] = exp(−L). As max(0, 1 − x) is convex,
+Jensen's inequality shows that rounding one step never lowers δ(ε), whatever the other steps do. Above the last grid
+point b is infinite.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,27 +27,26 @@ Array = NDArray[np.float64]
 
 REMOVE, ADD, REPLACE = "remove", "add", "replace"
 DOUBT = 1e-12
-"""Bounds what floating point does to a table: a factor 1 ± DOUBT on each chance, ± DOUBT · `Table.reach` on each loss.
-
-The chances are sums of positive terms, each good to about 100 units of rounding (1e-14), by a quadrature with a relative
-error below 1e-13; the ends of cells are good to 20 units of rounding. tests/test_accountant.py compares with mpmath.
-"""
+"""Bounds the effect of floating point on a table: a factor of 1 ± DOUBT on each chance and ± DOUBT · `reach` on each
+loss. Chances are sums of positive terms with a relative error of about 1e-14 each; the quadrature adds less than 1e-12;
+ends of cells are correct to 20 units of rounding. The tests compare with 50 digits."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """Chances of one step's rounded loss at `losses` = spacing · (`first`, `first` + 1, …).
+    """Chances of one step's rounded loss at `losses` = spacing · (`first`, `first` + 1, …), as logarithms `logs`.
 
-    `logs` are their logarithms. `splits` are the logarithms of up · down / (up + down) for the cell above each grid
-    point, whose mass is rounded up with chance `up` in all and down with chance `down`.
+    `splits` are the logarithms of up · down / (up + down) of each cell, whose mass is rounded up with chance `up` in all
+    and down with chance `down`. Of what lies above the grid, `folded` is rounded down to the last point and `infinite`
+    up to an infinite loss; the latter is not in `logs`.
     """
 
     first: int
     losses: Array
     logs: Array
     splits: Array
-    infinite: float
     folded: float
+    infinite: float
 
     @property
     def reach(self) -> float:
@@ -60,11 +59,9 @@ class Table:
         peak = float(exponent.max())
         return peak + math.log(float(np.exp(exponent - peak).sum()))
 
-
-def log_ratio(noise: float, rate: float, x: Array) -> Array:
-    """R(x): ln of (1 − rate)·N(0) + rate·N(1) over N(0) at `x`, where both have standard deviation `noise`."""
-    tilt = (2 * x - 1) / (2 * noise**2)
-    return np.asarray(np.where(tilt < 500, np.log1p(rate * np.expm1(np.minimum(tilt, 500))), tilt + math.log(rate)))
+    def tilted(self, tilt: float) -> Array:
+        """Chances times exp(tilt · loss), divided by their sum."""
+        return np.asarray(np.exp(self.logs + tilt * self.losses - self.cumulant(tilt)))
 
 
 def extent(change: str, noise: float, rate: float, tail: float) -> tuple[float, float]:
@@ -75,65 +72,62 @@ def extent(change: str, noise: float, rate: float, tail: float) -> tuple[float, 
     return -far, far if change == ADD else max(far, 1 - noise * float(ndtri(min(0.5, tail / (2 * rate)))))
 
 
-def loss_at(change: str, noise: float, rate: float, v: Array) -> Array:
-    """L at outputs `v`."""
-    if change == REMOVE:
-        return log_ratio(noise, rate, v)
-    other = log_ratio(noise, rate, -v)
-    return -other if change == ADD else log_ratio(noise, rate, v) - other
+def loss_range(change: str, noise: float, rate: float, tail: float) -> tuple[float, float]:
+    """Losses below and above which P has at most `tail` each."""
+    low, high = extent(change, noise, rate, tail)
+    return _loss_at(change, noise, rate, low), _loss_at(change, noise, rate, high)
 
 
-@lru_cache(maxsize=16)
 def table(change: str, noise: float, rate: float, spacing: float, top: float, tail: float) -> Table:
-    """One step's loss on a grid up to `top` or a little above.
+    """One step's loss on a grid that ends at `top`, or at the first point above.
 
-    Losses above the grid are rounded to its last point or to infinity, by the same rule. At most `tail` of P is left
-    out at the upper end. At most `tail` lies below the grid: so much is added at its lowest point.
+    At most `tail` of P is left out above. At most `tail` of P lies below the grid: so much is added at its first point.
     """
     low, high = extent(change, noise, rate, tail)
-    ends = loss_at(change, noise, rate, np.array([low, high]))
-    first = math.floor(ends[0] / spacing)
-    losses = spacing * np.arange(first, max(first + 1, math.ceil(min(top, ends[1]) / spacing)) + 1)
+    least, most = loss_range(change, noise, rate, tail)
+    first = math.floor(least / spacing)
+    losses = spacing * np.arange(first, max(first + 1, math.ceil(min(top, most) / spacing)) + 1)
     edges = np.append(np.clip(_output_at(change, noise, rate, losses), low, high), high)
     edges[0] = low
-    edges = np.maximum.accumulate(edges)
-    gained = np.where(edges[:-1] > low, 0.0, ends[0] - losses)  # loss at the lower edge of a cell, above its grid point
-    widths = np.append(np.full(len(losses) - 1, spacing), math.inf)
-    up, down = _rounded(change, noise, rate, edges, gained, widths)
+    up, down = _rounded(change, noise, rate, np.maximum.accumulate(edges), least - losses, spacing)
     chances = down.copy()
     chances[1:] += up[:-1]
     chances[0] += tail
-    splits = (up * (down / np.maximum(up + down, 1e-300)))[:-1]
     with np.errstate(divide="ignore"):
-        logs, splits = np.log(chances), np.log(splits)
-    return Table(first=first, losses=losses, logs=logs, splits=splits, infinite=float(up[-1]), folded=float(down[-1]))
+        splits = np.log(up[:-1]) + np.log(down[:-1]) - np.log(np.maximum(up[:-1] + down[:-1], 1e-300))
+        logs = np.log(chances)
+    return Table(
+        first=first, losses=losses, logs=logs, splits=splits, folded=float(down[-1]), infinite=float(up[-1])
+    )
 
 
 def _rounded(
-    change: str, noise: float, rate: float, edges: Array, gained: Array, widths: Array
+    change: str, noise: float, rate: float, edges: Array, least: Array, spacing: float
 ) -> tuple[Array, Array]:
     """Of each cell between two `edges`: the mass that is rounded up, and the mass that is rounded down.
 
-    Gauss-Legendre quadrature with 8 nodes on panels of a quarter of a standard deviation at most. In a cell, losses are
-    computed as differences from its lower edge, so that nothing cancels however narrow it is.
+    Gauss-Legendre quadrature on panels of 1/128 of a standard deviation at most. With r = exp(L − a) − 1 and
+    w = 1 / (exp(b − a) − 1), the chance of b is r(1 + w)/(1 + r) and that of a is (1 − rw)/(1 + r). r is computed from
+    the distance to the lower edge of the cell, so nothing cancels in narrow cells. `least` is the loss at the lowest
+    edge less that of each grid point.
     """
-    cuts = np.sort(np.concatenate([edges, np.arange(edges[0], edges[-1], min(noise / 4, 2 * noise**2))]))
+    cuts = np.sort(np.concatenate([edges, np.arange(edges[0], edges[-1], min(noise / 128, noise**2 / 16))]))
     start, width = cuts[:-1], np.diff(cuts)
     cell = np.minimum(np.searchsorted(edges, start, side="right") - 1, len(edges) - 2)
-    offset, above, spacing = start - edges[cell], gained[cell], widths[cell]
+    offset = start - edges[cell]
+    lowest = np.where(edges[:-1] > edges[0], 0.0, np.expm1(least))[cell]
+    inverse = np.append(np.full(len(edges) - 2, 1 / math.expm1(spacing)), 0.0)[cell]
     present, absent = _share(noise, rate, edges)[cell], _share(noise, rate, -edges)[cell]
     ups, downs = np.zeros_like(start), np.zeros_like(start)
-    for node, weight in zip(*np.polynomial.legendre.leggauss(8), strict=True):
+    for node, weight in zip(*np.polynomial.legendre.leggauss(3), strict=True):
         inside = (node + 1) / 2 * width
-        away = (offset + inside) / noise**2
-        rise = above.copy()
-        if change != ADD:
-            rise += np.log1p(present * np.expm1(away))
-        if change != REMOVE:
-            rise -= np.log1p(absent * np.expm1(-away))
-        chance = weight / 2 * width * _density(change, noise, rate, start + inside)
-        ups += chance * np.clip(np.expm1(-rise) / np.expm1(-spacing), 0, 1)
-        downs += chance * np.clip(np.exp(-rise) * np.expm1(rise - spacing) / np.expm1(-spacing), 0, 1)
+        growth = np.expm1((offset + inside) / noise**2)
+        shrink = absent * growth / (1 + growth) if change != REMOVE else np.zeros(1)
+        rise = ((present * growth if change != ADD else 0.0) + shrink) / (1 - shrink)
+        rise += lowest * (1 + rise)
+        chance = weight / 2 * width * _density(change, noise, rate, start + inside) / (1 + rise)
+        ups += chance * rise * (1 + inverse)
+        downs += chance * np.maximum(1 - rise * inverse, 0.0)
     return np.bincount(cell, ups, len(edges) - 1), np.bincount(cell, downs, len(edges) - 1)
 
 
@@ -145,10 +139,24 @@ def _density(change: str, noise: float, rate: float, v: Array) -> Array:
 
 
 def _share(noise: float, rate: float, x: Array) -> Array:
-    """The share of q·N(1) in (1 − q)·N(0) + q·N(1) at `x`: how fast R grows there, times the variance of the noise."""
+    """The share of q·N(1) in (1 − q)·N(0) + q·N(1) at `x`: the slope of R there, times z²."""
     from scipy.special import expit, logit
 
     return np.asarray(expit((2 * x - 1) / (2 * noise**2) + logit(rate)))
+
+
+def log_ratio(noise: float, rate: float, x: float) -> float:
+    """R(x)."""
+    tilt = (2 * x - 1) / (2 * noise**2)
+    return math.log1p(rate * math.expm1(tilt)) if tilt < 500 else tilt + math.log(rate)
+
+
+def _loss_at(change: str, noise: float, rate: float, v: float) -> float:
+    """L(v)."""
+    if change == REMOVE:
+        return log_ratio(noise, rate, v)
+    other = log_ratio(noise, rate, -v)
+    return -other if change == ADD else log_ratio(noise, rate, v) - other
 
 
 def _output_at(change: str, noise: float, rate: float, loss: Array) -> Array:
