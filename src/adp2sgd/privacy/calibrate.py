@@ -41,14 +41,14 @@ def noise_for(
         everything = Composed((*before.parts, (SampledGaussian(noise, sample_rate), steps)))
         return epsilon_of(everything, 1, delta, "pld", adjacency, **how)
 
-    if not _fits(spent, epsilon, MOST_NOISE):
+    noise = _crossing(spent, epsilon, guess=1.0, low=LEAST_NOISE, high=MOST_NOISE, rising=False)
+    if noise == LEAST_NOISE and _fits(spent, epsilon, LEAST_NOISE):
+        return LEAST_NOISE
+    if noise == MOST_NOISE and not _fits(spent, epsilon, MOST_NOISE):
         raise PrivacyError(
             f"epsilon = {epsilon} is not reached by any noise_multiplier up to {MOST_NOISE:g} in {steps} steps; "
             "raise epsilon, or use fewer steps or data whose budget is not spent"
         )
-    if _fits(spent, epsilon, LEAST_NOISE):
-        return LEAST_NOISE
-    noise = _crossing(spent, epsilon, guess=1.0, low=LEAST_NOISE, high=MOST_NOISE)
     digits = 4 - math.floor(math.log10(noise))
     count = -_last(lambda count: spent(round(-count / 10**digits, digits)).epsilon <= epsilon, -noise * 10**digits)
     return round(count / 10**digits, digits)
@@ -76,11 +76,11 @@ def steps_for(
         everything = Composed((*before.parts, (mechanism, round(steps))))
         return epsilon_of(everything, 1, delta, "pld", adjacency, **how)
 
-    if not _fits(spent, epsilon, 1):
+    steps = _crossing(spent, epsilon, guess=1 / sample_rate, low=1, high=MOST_STEPS, rising=True)
+    if steps == 1 and not _fits(spent, epsilon, 1):
         return 0
-    if _fits(spent, epsilon, MOST_STEPS):
+    if steps == MOST_STEPS and _fits(spent, epsilon, MOST_STEPS):
         return MOST_STEPS
-    steps = _crossing(spent, epsilon, guess=1 / sample_rate, low=1, high=MOST_STEPS)
     unit = 10 ** max(0, math.floor(math.log10(steps)) - 4)
     return unit * _last(lambda count: spent(count * unit).epsilon <= epsilon, steps / unit)
 
@@ -113,43 +113,53 @@ def _last(holds: Callable[[int], bool], near: float) -> int:
     return low
 
 
-def _crossing(spent: Callable[..., Spent], target: float, *, guess: float, low: float, high: float) -> float:
-    """Where the monotone ε meets `target` between `low` and `high`: Brent's method on rough bounds, then the secant
-    method on fine ones. Both work on logarithms, as ε is nearly straight there."""
+def _crossing(
+    spent: Callable[..., Spent], target: float, *, guess: float, low: float, high: float, rising: bool
+) -> float:
+    """Where the monotone ε meets `target` between `low` and `high`, or the end that is nearest to it.
+
+    Brent's method on rough bounds, then the secant method on fine ones. Both work on logarithms, as ε is nearly straight
+    there.
+    """
     from scipy.optimize import brentq
 
     def gap(log_value: float, **how: float) -> float:
-        return math.log(max(spent(math.exp(log_value), **how).epsilon, 1e-12) / target)
+        value = min(max(math.exp(log_value), low), high)
+        return math.log(max(spent(value, **how).epsilon, 1e-12) / target)
 
     def rough(log_value: float) -> float:
         return gap(log_value, **ROUGH)
 
-    bottom, top = math.log(low), math.log(high)
-    ends = sorted(_bracket(rough, math.log(guess), bottom, top))
-    start = float(brentq(rough, *ends, xtol=0.01)) if ends[0] < ends[1] else ends[0]
-    x, other = start, min(max(start + 0.01, bottom), top)
-    slope = (rough(other) - rough(x)) / (other - x) if other != x else 0.0
-    value = gap(x)
+    ends = sorted(_bracket(rough, math.log(guess), math.log(low), math.log(high), rising))
+    if ends[0] == ends[1]:
+        return low if ends[0] == math.log(low) else high
+    start = float(brentq(rough, *ends, xtol=0.01))
+    slope = (rough(start + 0.02) - rough(start)) / 0.02
+    return min(max(math.exp(_secant(gap, start, slope)), low), high)
+
+
+def _secant(gap: Callable[[float], float], start: float, slope: float) -> float:
+    """A root of `gap` to five digits, where it is nearly straight; `slope` is its slope near `start`."""
+    x, value = start, gap(start)
     for _ in range(6):
-        if abs(value) < 1e-6 or not slope:
+        if abs(value) < 3e-6 or not slope:
             break
-        moved = min(max(x - value / slope, bottom, x - 1), top, x + 1)
-        if moved == x:
-            break
-        value, before = gap(moved), value
-        slope, x = (value - before) / (moved - x), moved
-    return math.exp(x)
+        move = min(max(-value / slope, -1.0), 1.0)
+        value, before = gap(x + move), value
+        x, slope = x + move, (value - before) / move
+    return x
 
 
-def _bracket(gap: Callable[[float], float], guess: float, bottom: float, top: float) -> tuple[float, float]:
-    """Two values between `bottom` and `top` where `gap` has different signs, by steps away from `guess`; or an end twice,
-    where it has one sign up to there."""
-    rising = gap(bottom) < 0
+def _bracket(
+    gap: Callable[[float], float], guess: float, bottom: float, top: float, rising: bool
+) -> tuple[float, float]:
+    """Two values between `bottom` and `top` where the monotone `gap` has different signs, by steps away from `guess`; an
+    end twice, where there are none."""
     near = far = min(max(guess, bottom), top)
     while (gap(far) > 0) == (gap(near) > 0):
         # ε grows at least like the square root of steps, and falls at least like the inverse of noise.
         near, reach = far, 2 * abs(gap(far)) + 0.1
-        far = min(max(near + (reach if (gap(near) < 0) == rising else -reach), bottom), top)
+        far = min(max(near + (reach if (gap(near) <= 0) == rising else -reach), bottom), top)
         if far == near:
-            return far, far
+            break
     return near, far

@@ -43,8 +43,8 @@ Part = tuple[float, float, int]
 Tables = list[tuple[Table, int]]
 
 TOLERANCE = 2e-3  # of upper − lower, as a share of ε
-CHEAP_POINTS = 1 << 17  # a distribution of more points may have a tolerance that is larger in proportion
-MOST_POINTS = 1 << 21  # of a composed distribution: less than 1 GiB in all
+CHEAP_POINTS = 1 << 16  # a distribution of more points may have a tolerance that is larger in proportion
+MOST_POINTS = 1 << 22  # of a composed distribution: less than 1 GiB in all
 OUTSIDE = 1e-12  # tilted mass outside the window, either side
 CUT = 45.0  # g is left out where tilt · y is above: exp(−45) = 3e-20
 UNIT = 2.0**-53
@@ -71,9 +71,9 @@ def bounds(parts: tuple[Part, ...], delta: float, *, replace: bool, tolerance: f
     """
     with np.errstate(over="ignore", under="ignore"):
         if replace:
-            return _refined(parts, delta, REPLACE, tolerance, floor=0.0)
-        removed = _refined(parts, delta, REMOVE, tolerance, floor=0.0)
-        added = _refined(parts, delta, ADD, tolerance, floor=removed.lower)
+            return _refined(parts, delta, REPLACE, tolerance, enough=0.0)
+        removed = _refined(parts, delta, REMOVE, tolerance, enough=0.0)
+        added = _refined(parts, delta, ADD, tolerance, enough=removed.upper)
     return Bounds(
         lower=max(removed.lower, added.lower),
         upper=max(removed.upper, added.upper),
@@ -81,30 +81,37 @@ def bounds(parts: tuple[Part, ...], delta: float, *, replace: bool, tolerance: f
     )
 
 
-def _refined(parts: tuple[Part, ...], delta: float, change: str, tolerance: float, floor: float) -> Bounds:
-    """Bounds on a grid that is refined until they are close, or ε is known to be below `floor`, or it no longer fits."""
+def _refined(parts: tuple[Part, ...], delta: float, change: str, tolerance: float, enough: float) -> Bounds:
+    """Bounds on a grid that is refined until they are close, or `upper` is `enough`, or no finer grid fits."""
     tail = 10.0 ** math.floor(math.log10(1e-4 * delta / sum(count for _, _, count in parts)))
     ranges = [loss_range(change, noise, rate, tail) for noise, rate, _ in parts]
-    spacing = 2.0 ** math.floor(math.log2(max(high - low for low, high in ranges) / 50))
-    best, top, coarser = Bounds(lower=0.0, upper=math.inf, points=0), math.inf, math.inf
-    while best.excess(tolerance) > 1 and best.upper > floor and spacing < coarser:
-        if max(min(high, top) - low for low, high in ranges) > spacing * MOST_POINTS:
-            spacing *= 2
-            continue
+    spacing, top = max(high - low for low, high in ranges) / 50, math.inf
+    best, finer = Bounds(lower=0.0, upper=math.inf, points=0), 2.0
+    while best.excess(tolerance) > 1 and best.upper > enough and finer > 1.1:
         tables = [(table(change, noise, rate, spacing, top, tail), count) for noise, rate, count in parts]
         if sum(count * one.infinite for one, count in tables) > delta / 2:
             top *= 2
             continue
         found = _on_grid(tables, delta, spacing, tail)
         if found is None:
-            spacing *= 2
+            spacing, finer = 1.4 * spacing, finer / 1.4 if best.points else finer
             continue
         best = Bounds(lower=max(best.lower, found.lower), upper=min(best.upper, found.upper), points=found.points)
-        # The distance shrinks like the spacing or its square root. Beyond CHEAP_POINTS, the tolerance grows meanwhile.
-        excess = best.excess(tolerance)
-        factor = min(16.0, max(2.0, min(excess, math.sqrt(excess * max(1.0, CHEAP_POINTS / best.points)))))
-        coarser, spacing, top = spacing, spacing / 2.0 ** math.ceil(math.log2(factor)), 2 * best.upper
+        shrunk = max(1.0, min(top, max(high for _, high in ranges)) / (1.5 * best.upper)) if best.upper else 1.0
+        finer = _finer(best, tolerance, room=0.95 * MOST_POINTS / best.points * shrunk)
+        spacing, top = spacing / finer, 1.5 * best.upper
     return best
+
+
+def _finer(best: Bounds, tolerance: float, room: float) -> float:
+    """How much finer the next grid should be, at most `room`.
+
+    The distance of the bounds shrinks like the spacing or its square root. Beyond CHEAP_POINTS, the tolerance grows
+    meanwhile.
+    """
+    excess = best.excess(tolerance)
+    factor = min(16.0, max(1.5, min(1.1 * excess, math.sqrt(excess * max(1.0, CHEAP_POINTS / best.points)))))
+    return min(factor, room)
 
 
 def _on_grid(tables: Tables, delta: float, spacing: float, tail: float) -> Bounds | None:
@@ -118,10 +125,14 @@ def _on_grid(tables: Tables, delta: float, spacing: float, tail: float) -> Bound
     if not upper:
         return Bounds(lower=0.0, upper=0.0, points=len(composed.sums))
     stray = 0.002 * composed.beyond(upper)
-    shift = _shift(tables, spacing, composed.tilt, stray / composed.peak) if stray else math.inf
-    log_delta = math.log(delta + math.expm1(-infinite) + 2 * steps * tail) + (steps + 1) * DOUBT
-    lower = _lower(composed, log_delta, stray, _fold(tables), upper)
-    return Bounds(lower=max(0.0, lower - shift - doubt), upper=upper + doubt, points=len(composed.sums))
+    needed = delta + math.expm1(-infinite) + 2 * steps * tail + _fold(tables, upper)
+    lower = 0.0
+    if stray:
+        log_stray = math.log(stray) + composed.cumulant - composed.tilt * upper
+        tilts = (composed.tilt, composed.tilt / 2, composed.tilt / 4)
+        shift, tilt = min((_shift(tables, spacing, tilt, upper, log_stray), tilt) for tilt in tilts)
+        lower = _lower(composed, math.log(needed) + (steps + 1) * DOUBT, stray, tilt, upper) - shift - doubt
+    return Bounds(lower=max(0.0, lower), upper=upper + doubt, points=len(composed.sums))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,18 +145,13 @@ class _Composed:
     sums: Array
     rounding: float
 
-    @property
-    def peak(self) -> float:
-        """max g."""
-        return math.exp(-self.tilt * math.log1p(1 / self.tilt)) / (1 + self.tilt)
-
     @cached_property
     def error(self) -> float:
         """Mass outside the window is missed, and wrapped into it; and `rounding` is the error of `sums` in Euclidean
         norm, so it changes G by its product with the norm of g at most, whose square is below ∫g²/spacing + max g²."""
         spacing = float(self.losses[1] - self.losses[0])
-        square = min(1 / (4 * self.tilt**3), 1 / (2 * self.tilt)) / spacing + self.peak**2
-        return 5 * OUTSIDE * self.peak + self.rounding * math.sqrt(square)
+        square = min(1 / (4 * self.tilt**3), 1 / (2 * self.tilt)) / spacing + _peak(self.tilt)**2
+        return 5 * OUTSIDE * _peak(self.tilt) + self.rounding * math.sqrt(square)
 
     def beyond(self, epsilon: float) -> float:
         """G(ε)."""
@@ -158,6 +164,11 @@ class _Composed:
         """ln δ'(ε), where G is off by `error`."""
         mass = self.beyond(epsilon) + error
         return math.log(mass) + self.cumulant - self.tilt * epsilon if mass > 0 else -math.inf
+
+
+def _peak(tilt: float) -> float:
+    """max g."""
+    return math.exp(-tilt * math.log1p(1 / tilt)) / (1 + tilt)
 
 
 def _upper(composed: _Composed, log_delta: float) -> float:
@@ -177,14 +188,15 @@ def _upper(composed: _Composed, log_delta: float) -> float:
     return _root(excess, low, high, 1 / composed.tilt)
 
 
-def _lower(
-    composed: _Composed, log_delta: float, stray: float, fold: Callable[[float], float], upper: float
-) -> float:
-    """An ε below `upper` for which δ'(ε) ≥ exp(log_delta) is certain, also without `stray` and `fold`; 0 where none is."""
+def _lower(composed: _Composed, log_delta: float, stray: float, tilt: float, upper: float) -> float:
+    """An ε below `upper` for which δ'(ε) − stray(ε) ≥ exp(log_delta) is certain; 0 where none is.
+
+    stray(ε), as a part of G, is at most `stray` at `upper`, and it falls like exp(−`tilt` · ε) as a part of δ'.
+    """
 
     def excess(epsilon: float) -> float:
-        log_folded = min(700.0, fold(epsilon) + composed.tilt * epsilon - composed.cumulant)
-        return composed.log_delta(epsilon, -composed.error - stray - math.exp(log_folded)) - log_delta
+        strayed = stray * math.exp((tilt - composed.tilt) * (upper - epsilon))
+        return composed.log_delta(epsilon, -composed.error - strayed) - log_delta
 
     step, low, high = 0.01 / composed.tilt, upper, upper
     while excess(low) < 0:
@@ -299,13 +311,13 @@ def _best_tilt(tables: Tables, delta: float) -> float:
         tilt = math.exp(log_tilt)
         return float(sum(count * one.cumulant(tilt) for one, count in tables) - math.log(delta)) / tilt
 
-    ends = (math.log(1e-3 / (math.sqrt(steps) * reach)), math.log((1 - math.log(delta)) / reach))
+    ends = (math.log(1e-3 / (math.sqrt(steps) * reach)), math.log((1 - 1.3 * math.log(delta)) / reach))
     return math.exp(float(minimize_scalar(bound, bounds=ends, method="bounded", options={"xatol": 0.05}).x))
 
 
-def _shift(tables: Tables, spacing: float, tilt: float, chance: float) -> float:
-    """An x with Prob_tilted(no loss is large and D > x) ≤ `chance`, by Bennett's inequality. As g ≤ max g, stray(ε) is
-    then at most exp(cumulant − tilt · ε) · max g · chance.
+def _shift(tables: Tables, spacing: float, tilt: float, epsilon: float, log_stray: float) -> float:
+    """An x with stray(ε) ≤ exp(log_stray). Any tilt will do; as g ≤ max g, stray(ε) is at most exp(cumulant − tilt · ε) ·
+    max g · Prob_tilted(no loss is large and D > x), and Bennett's inequality bounds the last factor.
 
     For a loss at a + s, 0 ≤ s ≤ h, let f be its chance to be rounded up to a + h, and c = h / (1 − exp(−h)). As f is
     concave, s/h ≤ f ≤ cs/h and f − s/h ≤ cs(h − s)/(2h). Before tilting, D has a mean of at most cs(h − s)/2 and a second
@@ -313,28 +325,38 @@ def _shift(tables: Tables, spacing: float, tilt: float, chance: float) -> float:
     − 1) to the mean, and a factor of exp(tilt·h) at most to the second moment. Last, s(h − s) ≤ h²·exp(h)·f(1 − f), and
     the mean of f(1 − f) over a cell is at most up·down/(up + down)² (Jensen).
     """
-    square = 0.0
+    square, log_chance = 0.0, log_stray + tilt * epsilon - math.log(_peak(tilt))
     for one, count in tables:
-        square += count * float(np.exp(one.splits + tilt * one.losses[:-1] - one.cumulant(tilt)).sum())
+        cumulant = one.cumulant(tilt)
+        log_chance -= count * cumulant
+        square += count * float(np.exp(one.splits + tilt * one.losses[:-1] - cumulant).sum())
     square *= spacing**2 * math.exp(spacing)
     steep = spacing / -math.expm1(-spacing)
     mean = square * steep * (0.5 + np.expm1(tilt * spacing) / spacing)
     second = square * (1 + steep * spacing / 2) * np.exp(tilt * spacing)
     slopes = np.geomspace(1e-8, 50, 400)  # times spacing
-    shifts = mean + (second * (np.expm1(slopes) - slopes) / spacing**2 - math.log(chance)) * spacing / slopes
+    shifts = mean + (second * (np.expm1(slopes) - slopes) / spacing**2 - log_chance) * spacing / slopes
     return float(np.min(shifts))
 
 
-def _fold(tables: Tables) -> Callable[[float], float]:
-    """A bound on ln fold(ε): max(0, exp(y) − 1) ≤ exp(slope · y) for every slope ≥ 1, and the mean of exp(−slope · S')
-    where a loss is large is at most Σ steps · folded · exp(−slope · top) times the other steps' means."""
-    large = [(one, count) for one, count in tables if one.folded]
-    if not large:
-        return lambda epsilon: -math.inf
-    spread, reach = _spread(tables, 0.0), max(float(one.losses[-1]) for one, _ in tables)
-    terms = []
-    for slope in [1 + size / scale for scale in (spread, reach) for size in (1, 2, 4, 8, 16, 32)]:
-        total = sum(count * one.cumulant(-slope) for one, count in tables)
-        logs = [math.log(count * one.folded) - slope * float(one.losses[-1]) - one.cumulant(-slope) for one, count in large]
-        terms.append((slope, total + float(np.logaddexp.reduce(logs))))
-    return lambda epsilon: min(slope * epsilon + log for slope, log in terms)
+def _fold(tables: Tables, epsilon: float) -> float:
+    """A bound on fold(ε).
+
+    Let Q' have the chances of S' times exp(−S'). Then fold(ε) ≤ exp(ε) · Q'(a loss is large, S' < ε). If one loss is
+    large, S' < ε takes a sum of the others below −y, y = top − ε: so one of them is below −y/4, or the sum is below −y
+    also if they are raised to −y/4 (Chernoff).
+    """
+    large = sum(count * one.folded * math.exp(-float(one.losses[-1])) for one, count in tables)
+    below = min(float(one.losses[-1]) for one, _ in tables if one.folded) - epsilon if large else 0.0
+    if below <= 0:
+        return large * math.exp(epsilon)
+    chances = [np.exp(one.logs - one.losses) for one, _ in tables]
+    rare = sum(
+        count * float(chance[one.losses < -below / 4].sum())
+        for chance, (one, count) in zip(chances, tables, strict=True)
+    )
+    logs = []
+    for slope in (size / below for size in (4, 8, 16, 32, 64)):
+        raised = [chance @ np.exp(-slope * np.maximum(one.losses, -below / 4)) for chance, (one, _) in zip(chances, tables, strict=True)]
+        logs.append(sum(count * math.log(mean) for mean, (_, count) in zip(raised, tables, strict=True)) - slope * below)
+    return large * math.exp(epsilon) * min(1.0, rare + math.exp(min(0.0, *logs)))

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 REMOVE, ADD, REPLACE = "remove", "add", "replace"
+BLOCK = 1 << 17  # panels at a time, for the sake of memory
 DOUBT = 1e-12
 """Bounds the effect of floating point on a table: a factor of 1 ± DOUBT on each chance and ± DOUBT · `reach` on each
 loss. Chances are sums of positive terms with a relative error of about 1e-14 each; the quadrature adds less than 1e-12;
@@ -112,23 +113,28 @@ def _rounded(
     edge less that of each grid point.
     """
     cuts = np.sort(np.concatenate([edges, np.arange(edges[0], edges[-1], min(noise / 128, noise**2 / 16))]))
-    start, width = cuts[:-1], np.diff(cuts)
-    cell = np.minimum(np.searchsorted(edges, start, side="right") - 1, len(edges) - 2)
-    offset = start - edges[cell]
-    lowest = np.where(edges[:-1] > edges[0], 0.0, np.expm1(least))[cell]
-    inverse = np.append(np.full(len(edges) - 2, 1 / math.expm1(spacing)), 0.0)[cell]
-    present, absent = _share(noise, rate, edges)[cell], _share(noise, rate, -edges)[cell]
-    ups, downs = np.zeros_like(start), np.zeros_like(start)
-    for node, weight in zip(*np.polynomial.legendre.leggauss(3), strict=True):
-        inside = (node + 1) / 2 * width
-        growth = np.expm1((offset + inside) / noise**2)
-        shrink = absent * growth / (1 + growth) if change != REMOVE else np.zeros(1)
-        rise = ((present * growth if change != ADD else 0.0) + shrink) / (1 - shrink)
-        rise += lowest * (1 + rise)
-        chance = weight / 2 * width * _density(change, noise, rate, start + inside) / (1 + rise)
-        ups += chance * rise * (1 + inverse)
-        downs += chance * np.maximum(1 - rise * inverse, 0.0)
-    return np.bincount(cell, ups, len(edges) - 1), np.bincount(cell, downs, len(edges) - 1)
+    lowest = np.where(edges[:-1] > edges[0], 0.0, np.expm1(least))
+    present, absent = _share(noise, rate, edges), _share(noise, rate, -edges)
+    up, down = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)
+    for begin in range(0, len(cuts) - 1, BLOCK):
+        start, width = cuts[begin : begin + BLOCK], np.diff(cuts[begin : begin + BLOCK + 1])
+        start = start[: len(width)]
+        cell = np.minimum(np.searchsorted(edges, start, side="right") - 1, len(edges) - 2)
+        inverse = np.where(cell < len(edges) - 2, 1 / math.expm1(spacing), 0.0)
+        ups, downs = np.zeros_like(start), np.zeros_like(start)
+        for node, weight in zip(*np.polynomial.legendre.leggauss(3), strict=True):
+            inside = (node + 1) / 2 * width
+            growth = np.expm1((start - edges[cell] + inside) / noise**2)
+            shrink = absent[cell] * growth / (1 + growth) if change != REMOVE else np.zeros(1)
+            rise = ((present[cell] * growth if change != ADD else 0.0) + shrink) / (1 - shrink)
+            rise += lowest[cell] * (1 + rise)
+            chance = weight / 2 * width * _density(change, noise, rate, start + inside) / (1 + rise)
+            ups += chance * rise * (1 + inverse)
+            downs += chance * np.maximum(1 - rise * inverse, 0.0)
+        cells = slice(cell[0], cell[-1] + 1)
+        up[cells] += np.bincount(cell - cell[0], ups)
+        down[cells] += np.bincount(cell - cell[0], downs)
+    return up, down
 
 
 def _density(change: str, noise: float, rate: float, v: Array) -> Array:
