@@ -44,6 +44,7 @@ Tables = list[tuple[Table, int]]
 
 TOLERANCE = 2e-3  # of upper − lower, as a share of ε
 CHEAP_POINTS = 1 << 16  # a distribution of more points may have a tolerance that is larger in proportion
+NEGLIGIBLE = 2e-5  # of ε
 MOST_POINTS = 1 << 22  # of a composed distribution: less than 1 GiB in all
 OUTSIDE = 1e-12  # tilted mass outside the window, either side
 CUT = 45.0  # g is left out where tilt · y is above: exp(−45) = 3e-20
@@ -52,16 +53,22 @@ UNIT = 2.0**-53
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """`lower` ≤ ε ≤ `upper`, from a composed distribution of `points`."""
+    """`lower` ≤ ε ≤ `upper`, from a composed distribution of `points`.
+
+    `strain` is the share of δ by which `lower` suffers from losses outside the grid.
+    """
 
     lower: float
     upper: float
     points: int
+    strain: float = 0.0
 
     def excess(self, tolerance: float) -> float:
-        """upper − lower over what is allowed: the share `tolerance` of ε, or more in proportion beyond CHEAP_POINTS."""
-        allowed = tolerance * max(1.0, self.points / CHEAP_POINTS) * self.upper
-        return (self.upper - self.lower) / max(allowed, 1e-12) if self.points else math.inf
+        """upper − lower over what is allowed: the share `tolerance` of ε; beyond CHEAP_POINTS more in proportion, and
+        NEGLIGIBLE in proportion too."""
+        dear = self.points / CHEAP_POINTS
+        allowed = tolerance * max(1.0, dear) * self.upper + (NEGLIGIBLE * dear if dear > 1 else 1e-12)
+        return (self.upper - self.lower) / allowed if self.points else math.inf
 
 
 def bounds(parts: tuple[Part, ...], delta: float, *, replace: bool, tolerance: float = TOLERANCE) -> Bounds:
@@ -86,9 +93,9 @@ def _refined(parts: tuple[Part, ...], delta: float, change: str, tolerance: floa
     tail = 10.0 ** math.floor(math.log10(1e-4 * delta / sum(count for _, _, count in parts)))
     ranges = [loss_range(change, noise, rate, tail) for noise, rate, _ in parts]
     spacing, top = max(high - low for low, high in ranges) / 50, math.inf
-    best, finer = Bounds(lower=0.0, upper=math.inf, points=0), 2.0
+    best, finer, stretch = Bounds(lower=0.0, upper=math.inf, points=0), 2.0, 1.5
     while best.excess(tolerance) > 1 and best.upper > enough and finer > 1.1:
-        tables = [(table(change, noise, rate, spacing, top, tail), count) for noise, rate, count in parts]
+        tables = [(table(change, noise, rate, spacing, top, 2 * top, tail), count) for noise, rate, count in parts]
         if sum(count * one.infinite for one, count in tables) > delta / 2:
             top *= 2
             continue
@@ -96,10 +103,15 @@ def _refined(parts: tuple[Part, ...], delta: float, change: str, tolerance: floa
         if found is None:
             spacing, finer = 1.4 * spacing, finer / 1.4 if best.points else finer
             continue
+        distance = best.upper - best.lower
         best = Bounds(lower=max(best.lower, found.lower), upper=min(best.upper, found.upper), points=found.points)
-        shrunk = max(1.0, min(top, max(high for _, high in ranges)) / (1.5 * best.upper)) if best.upper else 1.0
+        if found.strain > 0.01:
+            stretch *= 2
+        elif best.points > CHEAP_POINTS and best.upper - best.lower > 0.95 * distance:
+            break
+        shrunk = max(1.0, min(top, max(high for _, high in ranges)) / (stretch * best.upper)) if best.upper else 1.0
         finer = _finer(best, tolerance, room=0.95 * MOST_POINTS / best.points * shrunk)
-        spacing, top = spacing / finer, 1.5 * best.upper
+        spacing, top = spacing / finer, stretch * best.upper
     return best
 
 
@@ -124,15 +136,21 @@ def _on_grid(tables: Tables, delta: float, spacing: float, tail: float) -> Bound
     upper = _upper(composed, math.log(delta - infinite - steps * tail) - (steps + 1) * DOUBT)
     if not upper:
         return Bounds(lower=0.0, upper=0.0, points=len(composed.sums))
-    stray = 0.002 * composed.beyond(upper)
-    needed = delta + math.expm1(-infinite) + 2 * steps * tail + _fold(tables, upper)
+    found = composed.beyond(upper)
+    raised = min(1.0, sum(count * one.raised for one, count in tables))
+    lost = _peak(composed.tilt) * sum(count * one.raised * one.tilting(composed.tilt) for one, count in tables)
+    fold = _fold(tables, upper)
+    needed = delta + math.expm1(-infinite) * (1 - raised) + fold
     lower = 0.0
-    if stray:
+    if found:
+        stray = 0.002 * found
         log_stray = math.log(stray) + composed.cumulant - composed.tilt * upper
         tilts = (composed.tilt, composed.tilt / 2, composed.tilt / 4)
         shift, tilt = min((_shift(tables, spacing, tilt, upper, log_stray), tilt) for tilt in tilts)
-        lower = _lower(composed, math.log(needed) + (steps + 1) * DOUBT, stray, tilt, upper) - shift - doubt
-    return Bounds(lower=max(0.0, lower), upper=upper + doubt, points=len(composed.sums))
+        log_delta = math.log(needed) + (steps + 1) * DOUBT
+        lower = _lower(composed, log_delta, lost, stray, tilt, upper) - shift - doubt
+    strain = (fold + infinite * raised) / delta + lost / max(found, 1e-300)
+    return Bounds(lower=max(0.0, lower), upper=upper + doubt, points=len(composed.sums), strain=strain)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,15 +206,18 @@ def _upper(composed: _Composed, log_delta: float) -> float:
     return _root(excess, low, high, 1 / composed.tilt)
 
 
-def _lower(composed: _Composed, log_delta: float, stray: float, tilt: float, upper: float) -> float:
-    """An ε below `upper` for which δ'(ε) − stray(ε) ≥ exp(log_delta) is certain; 0 where none is.
+def _lower(
+    composed: _Composed, log_delta: float, lost: float, stray: float, tilt: float, upper: float
+) -> float:
+    """An ε below `upper` for which δ'(ε) − stray(ε) ≥ exp(log_delta) is certain, also if G is less by `lost`; 0 where
+    none is.
 
     stray(ε), as a part of G, is at most `stray` at `upper`, and it falls like exp(−`tilt` · ε) as a part of δ'.
     """
 
     def excess(epsilon: float) -> float:
         strayed = stray * math.exp((tilt - composed.tilt) * (upper - epsilon))
-        return composed.log_delta(epsilon, -composed.error - strayed) - log_delta
+        return composed.log_delta(epsilon, -composed.error - lost - strayed) - log_delta
 
     step, low, high = 0.01 / composed.tilt, upper, upper
     while excess(low) < 0:
@@ -346,17 +367,22 @@ def _fold(tables: Tables, epsilon: float) -> float:
     large, S' < ε takes a sum of the others below −y, y = top − ε: so one of them is below −y/4, or the sum is below −y
     also if they are raised to −y/4 (Chernoff).
     """
-    large = sum(count * one.folded * math.exp(-float(one.losses[-1])) for one, count in tables)
-    below = min(float(one.losses[-1]) for one, _ in tables if one.folded) - epsilon if large else 0.0
-    if below <= 0:
-        return large * math.exp(epsilon)
-    chances = [np.exp(one.logs - one.losses) for one, _ in tables]
-    rare = sum(
-        count * float(chance[one.losses < -below / 4].sum())
-        for chance, (one, count) in zip(chances, tables, strict=True)
-    )
-    logs = []
-    for slope in (size / below for size in (4, 8, 16, 32, 64)):
-        raised = [chance @ np.exp(-slope * np.maximum(one.losses, -below / 4)) for chance, (one, _) in zip(chances, tables, strict=True)]
-        logs.append(sum(count * math.log(mean) for mean, (_, count) in zip(raised, tables, strict=True)) - slope * below)
-    return large * math.exp(epsilon) * min(1.0, rare + math.exp(min(0.0, *logs)))
+    total = 0.0
+    for i, (large, count) in enumerate(tables):
+        below = float(large.losses[-1]) - epsilon
+        others = [(one, many - (i == k)) for k, (one, many) in enumerate(tables)]
+        if large.folded:
+            total += count * large.folded * math.exp(-below) * (_sum_below(others, below) if below > 0 else 1.0)
+    return total
+
+
+def _sum_below(tables: Tables, below: float) -> float:
+    """A bound on Q'(the sum of losses is less than −`below`); see `_fold`."""
+    rare, slopes = 0.0, np.array([4.0, 8.0, 16.0, 32.0, 64.0]) / below
+    logs = -slopes * below
+    for one, count in tables:
+        chances = np.exp(one.logs - one.losses)
+        raised = np.maximum(one.losses, -below / 4)
+        rare += count * float(chances[one.losses < raised].sum())
+        logs += [count * math.log(float(chances @ np.exp(-slope * raised))) for slope in slopes] if count else 0.0
+    return min(1.0, rare + math.exp(min(0.0, float(logs.min())))) if any(count for _, count in tables) else 0.0

@@ -39,7 +39,7 @@ class Table:
 
     `splits` are the logarithms of up · down / (up + down) of each cell, whose mass is rounded up with chance `up` in all
     and down with chance `down`. Of what lies above the grid, `folded` is rounded down to the last point and `infinite`
-    up to an infinite loss; the latter is not in `logs`.
+    up to an infinite loss; the latter is not in `logs`. What lies below the grid, `raised`, is moved to the first point.
     """
 
     first: int
@@ -48,6 +48,7 @@ class Table:
     splits: Array
     folded: float
     infinite: float
+    raised: float
 
     @property
     def reach(self) -> float:
@@ -59,6 +60,10 @@ class Table:
         exponent = self.logs + tilt * self.losses
         peak = float(exponent.max())
         return peak + math.log(float(np.exp(exponent - peak).sum()))
+
+    def tilting(self, tilt: float) -> float:
+        """By what factor tilting changes the chance of the lowest loss."""
+        return math.exp(tilt * float(self.losses[0]) - self.cumulant(tilt))
 
     def tilted(self, tilt: float) -> Array:
         """Chances times exp(tilt · loss), divided by their sum."""
@@ -79,58 +84,74 @@ def loss_range(change: str, noise: float, rate: float, tail: float) -> tuple[flo
     return _loss_at(change, noise, rate, low), _loss_at(change, noise, rate, high)
 
 
-def table(change: str, noise: float, rate: float, spacing: float, top: float, tail: float) -> Table:
-    """One step's loss on a grid that ends at `top`, or at the first point above.
-
-    At most `tail` of P is left out above. At most `tail` of P lies below the grid: so much is added at its first point.
-    """
+def table(change: str, noise: float, rate: float, spacing: float, top: float, bottom: float, tail: float) -> Table:
+    """One step's loss on a grid from about −`bottom` to about `top`. At most `tail` of P is left out above."""
     low, high = extent(change, noise, rate, tail)
     least, most = loss_range(change, noise, rate, tail)
+    if least < -bottom:
+        low, least = float(_output_at(change, noise, rate, np.array([-bottom]))[0]), -bottom
     first = math.floor(least / spacing)
     losses = spacing * np.arange(first, max(first + 1, math.ceil(min(top, most) / spacing)) + 1)
     edges = np.append(np.clip(_output_at(change, noise, rate, losses), low, high), high)
     edges[0] = low
-    up, down = _rounded(change, noise, rate, np.maximum.accumulate(edges), least - losses, spacing)
+    edges = np.maximum.accumulate(edges)
+    gained = np.where(edges[:-1] > low, 0.0, np.expm1(least - losses))
+    missed = np.where(edges[1:-1] < high, 0.0, np.expm1(most - losses[1:]))
+    up, down = _rounded(change, noise, rate, edges, gained, np.append(missed, 0.0), spacing)
     chances = down.copy()
     chances[1:] += up[:-1]
-    chances[0] += tail
+    raised = _chance_below(change, noise, rate, low)
+    chances[0] += raised
     with np.errstate(divide="ignore"):
         splits = np.log(up[:-1]) + np.log(down[:-1]) - np.log(np.maximum(up[:-1] + down[:-1], 1e-300))
         logs = np.log(chances)
     return Table(
-        first=first, losses=losses, logs=logs, splits=splits, folded=float(down[-1]), infinite=float(up[-1])
+        first=first,
+        losses=losses,
+        logs=logs,
+        splits=splits,
+        folded=float(down[-1]),
+        infinite=float(up[-1]),
+        raised=raised,
     )
 
 
 def _rounded(
-    change: str, noise: float, rate: float, edges: Array, least: Array, spacing: float
+    change: str, noise: float, rate: float, edges: Array, gained: Array, missed: Array, spacing: float
 ) -> tuple[Array, Array]:
     """Of each cell between two `edges`: the mass that is rounded up, and the mass that is rounded down.
 
-    Gauss-Legendre quadrature on panels of 1/128 of a standard deviation at most. With r = exp(L − a) − 1 and
-    w = 1 / (exp(b − a) − 1), the chance of b is r(1 + w)/(1 + r) and that of a is (1 − rw)/(1 + r). r is computed from
-    the distance to the lower edge of the cell, so nothing cancels in narrow cells. `least` is the loss at the lowest
-    edge less that of each grid point.
+    Gauss-Legendre quadrature on panels of 1/128 of a standard deviation at most. With r = exp(L − a) − 1,
+    s = 1 − exp(L − b) and w = 1 / (exp(b − a) − 1), the chance of b is r(1 + w)/(1 + r) and that of a is
+    s(1 + w)/(1 + r). r and s are computed from the distances to the edges of the cell, so that nothing cancels. `gained`
+    and `missed` are exp(L − a) − 1 at lower edges and exp(L − b) − 1 at upper ones: 0 but at the ends of the outputs.
     """
     cuts = np.sort(np.concatenate([edges, np.arange(edges[0], edges[-1], min(noise / 128, noise**2 / 16))]))
-    lowest = np.where(edges[:-1] > edges[0], 0.0, np.expm1(least))
     present, absent = _share(noise, rate, edges), _share(noise, rate, -edges)
-    up, down = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)
+    last = len(edges) - 2
+    up, down = np.zeros(last + 1), np.zeros(last + 1)
     for begin in range(0, len(cuts) - 1, BLOCK):
-        start, width = cuts[begin : begin + BLOCK], np.diff(cuts[begin : begin + BLOCK + 1])
-        start = start[: len(width)]
-        cell = np.minimum(np.searchsorted(edges, start, side="right") - 1, len(edges) - 2)
-        inverse = np.where(cell < len(edges) - 2, 1 / math.expm1(spacing), 0.0)
+        width = np.diff(cuts[begin : begin + BLOCK + 1])
+        start = cuts[begin : begin + len(width)]
+        cell = np.minimum(np.searchsorted(edges, start, side="right") - 1, last)
+        weight_up = np.where(cell < last, 1 / -math.expm1(-spacing), 1.0)
         ups, downs = np.zeros_like(start), np.zeros_like(start)
+
+        def rise(v: Array, edge: NDArray[np.int64], at_edge: Array) -> Array:
+            """exp(L(v) − the grid point's loss) − 1, where that is `at_edge` at the edge."""
+            away = np.clip((v - edges[edge]) / noise**2, -700, 700)
+            risen = present[edge] * np.expm1(away) if change != ADD else 0.0
+            if change != REMOVE:
+                shrunk = absent[edge] * np.expm1(-away)
+                risen = (risen - shrunk) / (1 + shrunk)
+            return np.asarray(risen + at_edge * (1 + risen))
+
         for node, weight in zip(*np.polynomial.legendre.leggauss(3), strict=True):
-            inside = (node + 1) / 2 * width
-            growth = np.expm1((start - edges[cell] + inside) / noise**2)
-            shrink = absent[cell] * growth / (1 + growth) if change != REMOVE else np.zeros(1)
-            rise = ((present[cell] * growth if change != ADD else 0.0) + shrink) / (1 - shrink)
-            rise += lowest[cell] * (1 + rise)
-            chance = weight / 2 * width * _density(change, noise, rate, start + inside) / (1 + rise)
-            ups += chance * rise * (1 + inverse)
-            downs += chance * np.maximum(1 - rise * inverse, 0.0)
+            v = start + (node + 1) / 2 * width
+            above = rise(v, cell, gained[cell])
+            chance = weight / 2 * width * _density(change, noise, rate, v) * weight_up / (1 + above)
+            ups += chance * above
+            downs += chance * np.where(cell < last, np.maximum(-rise(v, cell + 1, missed[cell]), 0.0), 1.0)
         cells = slice(cell[0], cell[-1] + 1)
         up[cells] += np.bincount(cell - cell[0], ups)
         down[cells] += np.bincount(cell - cell[0], downs)
@@ -142,6 +163,14 @@ def _density(change: str, noise: float, rate: float, v: Array) -> Array:
     scale = 1 / (noise * math.sqrt(2 * math.pi))
     absent = scale * np.exp(-0.5 * (v / noise) ** 2)
     return absent if change == ADD else (1 - rate) * absent + rate * scale * np.exp(-0.5 * ((v - 1) / noise) ** 2)
+
+
+def _chance_below(change: str, noise: float, rate: float, v: float) -> float:
+    """Probability under P of an output below `v`."""
+    from scipy.special import ndtr
+
+    absent = float(ndtr(v / noise))
+    return absent if change == ADD else (1 - rate) * absent + rate * float(ndtr((v - 1) / noise))
 
 
 def _share(noise: float, rate: float, x: Array) -> Array:
