@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adp2sgd.errors import ConfigError, PrivacyError
-from adp2sgd.privacy import accountant, calibrate, pld, step_loss
+from adp2sgd.privacy import calibrate
 from adp2sgd.privacy.accountant import Spent, epsilon
 from adp2sgd.privacy.calibrate import noise_for, steps_for
 from adp2sgd.privacy.mechanism import Composed, Guarantee, SampledGaussian, with_count
@@ -205,7 +205,7 @@ def test_steps_for_a_budget(noise: float, expected: int) -> None:
 
 
 def test_steps_at_a_tiny_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RDP alone would allow 5 steps: its bound for 10 is above the target."""
+    """RDP would allow no step at all: its best order is limited by the largest loss of a single step."""
     fine: list[int] = []
 
     def counted(mechanism: Composed, *how: Any, **tolerance: float) -> Spent:

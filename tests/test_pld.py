@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import mpmath as mp
 import numpy as np
@@ -115,7 +116,7 @@ def test_two_steps_lie_between_the_bounds(change: str, noise: float, rate: float
         ends = np.unique([*np.linspace(-9 * noise, 9 * noise + 1, 41), *([kink, *near] if math.isfinite(kink) else [])])
         nodes, weights = np.polynomial.legendre.leggauss(8)
         total = mp.mpf(0)
-        for a, b in zip(ends[:-1], ends[1:], strict=True):
+        for a, b in pairwise(ends):
             for node, weight in zip(nodes, weights, strict=True):
                 v = mp.mpf(a + (b - a) * (node + 1) / 2)
                 total += weight * (b - a) / 2 * exact.density(v) * exact.delta(eps - exact.loss(v))
@@ -155,7 +156,7 @@ def promised(found: pld.Bounds) -> bool:
 @pytest.mark.parametrize(
     ("noise", "rate", "steps", "delta", "replace", "about"),
     [
-        (0.6, 1e-6, 3 * 10**6, 1e-8, False, 0.0430),  # RDP gives .088, and 600 times that for 10 steps
+        (0.6, 1e-6, 3 * 10**6, 1e-8, False, 0.0430),  # RDP gives 1.77
         (0.3, 1e-9, 10**8, 1e-12, False, 6.641),
         (0.3, 1e-9, 1, 1e-12, True, None),
         (100.0, 1e-9, 10**8, 1e-12, False, 3.92e-7),
@@ -189,7 +190,7 @@ def drawn(count: int, seed: int) -> list[tuple[tuple[Part, ...], float, bool]]:
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 16))])
 def test_bounds_are_in_order_and_close_anywhere_in_the_range(seed: int) -> None:
-    for parts, delta, replace in drawn(20, seed):
+    for parts, delta, replace in drawn(20 if seed > 1 else 4, seed):
         found = bounds(parts, delta, replace=replace)
         assert promised(found), (parts, delta, replace, found)
         # What is less private has no smaller ε.
@@ -216,8 +217,8 @@ def test_fewer_points_give_looser_bounds_that_still_hold(monkeypatch: pytest.Mon
 
 def test_composition_of_many_parts_lies_between_its_neighbours() -> None:
     """A rate between two others, in several parts of nearly the same rate."""
-    parts = tuple((SampledGaussian(0.8, 1e-6 * (1 + 0.01 * k)), 10**5) for k in range(8))
-    both = [epsilon(SampledGaussian(0.8, rate), 8 * 10**5, 1e-9) for rate in (1e-6, 1.07e-6)]
+    parts = tuple((SampledGaussian(0.8, 1e-6 * (1 + 0.03 * k)), 10**5) for k in range(3))
+    both = [epsilon(SampledGaussian(0.8, rate), 3 * 10**5, 1e-9) for rate in (1e-6, 1.06e-6)]
     mixed = epsilon(Composed(parts), 1, 1e-9)
     assert both[0].epsilon_lower <= mixed.epsilon
     assert mixed.epsilon_lower <= both[1].epsilon

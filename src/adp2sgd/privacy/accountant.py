@@ -1,7 +1,7 @@
 """ε of a mechanism: by privacy loss distributions (PLD, what is reported) or by Rényi divergences (RDP, beside it).
 
-PLD bounds ε from above and from below, RDP from above. Rényi divergences are integrated here because dp-accounting drops
-the orders where its series does not converge (ε of 52.1 instead of 48.9 at rate .08192, noise 1, 3662 steps).
+PLD bounds ε from above and from below, RDP from above. Rényi divergences are integrated here because dp-accounting
+drops the orders where its series does not converge (ε of 52.1 instead of 48.9 at rate .08192, noise 1, 3662 steps).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def epsilon(
 ) -> Spent:
     """ε after `steps` runs of `mechanism` on the same records.
 
-    Guarantee: never below the true ε of the mechanism, nor is `epsilon_lower` above it. By PLD, both differ by the share
-    `tolerance` of ε, or by at most 30 % or 0.01 where that would take too long: rates from 1e-9, noise multipliers from
-    0.3 to 100, up to 1e8 steps, δ from 1e-12.
+    Guarantee: ε is never below the true one, and `epsilon_lower` never above it. By PLD, they differ by the share
+    `tolerance`, or by more where that would take too long. For rates from 1e-9, noise multipliers from 0.3 to 100, up
+    to 1e8 steps and δ from 1e-12, they differ by at most 30 % or 0.01.
     """
     if accountant not in ACCOUNTANTS:
         raise ConfigError(f"accountant = {accountant!r} is unknown; use one of {', '.join(ACCOUNTANTS)}")
@@ -111,9 +111,7 @@ def _by_pld(parts: tuple[Part, ...], delta: float, adjacency: str, tolerance: fl
         by_rdp = _by_rdp(parts, delta, found.lower, note="PLD is looser here, so RDP answers")
         if by_rdp.epsilon < found.upper:
             return by_rdp
-    return Spent(
-        epsilon=found.upper, delta=delta, accountant="pld", adjacency=adjacency, epsilon_lower=found.lower
-    )
+    return Spent(epsilon=found.upper, delta=delta, accountant="pld", adjacency=adjacency, epsilon_lower=found.lower)
 
 
 def _unsampled(parts: tuple[Part, ...], delta: float, adjacency: str, note: str) -> Spent:
@@ -145,9 +143,7 @@ def _by_rdp(parts: tuple[Part, ...], delta: float, lower: float = 0.0, note: str
         # Conversion of Canonne, Kamath and Steinke (2020), proposition 12: tighter than the paper's.
         values = divergence - (math.log(delta) + np.log1p(above)) / above + np.log(above / (1 + above))
         value = max(0.0, float(np.min(values)))
-    return Spent(
-        epsilon=value, delta=delta, accountant="rdp", adjacency=ADD_REMOVE, note=note, epsilon_lower=lower
-    )
+    return Spent(epsilon=value, delta=delta, accountant="rdp", adjacency=ADD_REMOVE, note=note, epsilon_lower=lower)
 
 
 def _orders(noise: float) -> tuple[float, ...]:
@@ -160,8 +156,8 @@ def _renyi(noise: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.f
     """Rényi divergence of one sampled step at each order, from above by a share of 1e-8.
 
     With y the ratio of densities less 1, whose mean is 0, E[(1 + y)^order] − 1 = E[(1 + y)^order − 1 − order·y], an
-    integral of something positive: at small rates nothing cancels. The integrand is analytic as far as π·noise² from the
-    real axis, so the trapezoid rule with this step has a relative error of exp(−4π²) or less.
+    integral of something positive: at small rates nothing cancels. The integrand is analytic as far as π·noise² from
+    the real axis, so the trapezoid rule with this step has a relative error of exp(−4π²) or less.
     """
     if rate == 1:
         return np.asarray(orders) / (2 * noise**2)

@@ -50,8 +50,9 @@ def noise_for(
             "raise epsilon, or use fewer steps or data whose budget is not spent"
         )
     digits = 4 - math.floor(math.log10(noise))
-    count = -_last(lambda count: spent(round(-count / 10**digits, digits)).epsilon <= epsilon, -noise * 10**digits)
-    return round(count / 10**digits, digits)
+    scale = 10.0**digits
+    count = -_last(lambda count: spent(round(-count / scale, digits)).epsilon <= epsilon, -noise * scale)
+    return round(count / scale, digits)
 
 
 def steps_for(
@@ -81,7 +82,7 @@ def steps_for(
         return 0
     if steps == MOST_STEPS and _fits(spent, epsilon, MOST_STEPS):
         return MOST_STEPS
-    unit = 10 ** max(0, math.floor(math.log10(steps)) - 4)
+    unit = int(10.0 ** max(0, math.floor(math.log10(steps)) - 4))
     return unit * _last(lambda count: spent(count * unit).epsilon <= epsilon, steps / unit)
 
 
@@ -118,8 +119,8 @@ def _crossing(
 ) -> float:
     """Where the monotone ε meets `target` between `low` and `high`, or the end that is nearest to it.
 
-    Brent's method on rough bounds, then the secant method on fine ones. Both work on logarithms, as ε is nearly straight
-    there.
+    Brent's method on rough bounds, then the secant method on fine ones. Both work on logarithms, where ε is nearly
+    straight.
     """
     from scipy.optimize import brentq
 
@@ -153,8 +154,8 @@ def _secant(gap: Callable[[float], float], start: float, slope: float) -> float:
 def _bracket(
     gap: Callable[[float], float], guess: float, bottom: float, top: float, rising: bool
 ) -> tuple[float, float]:
-    """Two values between `bottom` and `top` where the monotone `gap` has different signs, by steps away from `guess`; an
-    end twice, where there are none."""
+    """Two values between `bottom` and `top` where the monotone `gap` has different signs, by steps away from `guess`;
+    an end twice, where there are none."""
     near = far = min(max(guess, bottom), top)
     while (gap(far) > 0) == (gap(near) > 0):
         # ε grows at least like the square root of steps, and falls at least like the inverse of noise.

@@ -1,24 +1,27 @@
 """Privacy loss distributions: certified bounds, from above and from below, on ε of many sampled Gaussian steps.
 
 One composition on a grid gives both bounds. Let S be the sum of all losses, S' that of the rounded ones (`step_loss`),
-D = S' − S, and δ'(ε) = E[max(0, 1 − exp(ε − S'))] over finite S'. Losses above the grid are called large. Then
+D = S' − S, and δ'(ε) = E[max(0, 1 − exp(ε − S'))] over finite S'. A loss is *large* above the grid and *raised* below
+it. Then
 
-    δ(ε)     ≤ δ'(ε) + Prob(S' = ∞)                        rounding never lowers δ
-    δ(ε − x) ≥ δ'(ε) + Prob(S' = ∞) − stray(ε) − fold(ε)   where no loss is large and D ≤ x, S ≥ S' − x; else
-                                                           δ ≥ P − exp(ε)·Q, on any set of outputs
+    δ(ε)     ≤ δ'(ε) + Prob(S' = ∞)                                   rounding never lowers δ
+    δ(ε − x) ≥ δ'(ε) + Prob(S' = ∞, none raised) − stray − fold − raised
 
-    stray(ε) = E[max(0, 1 − exp(ε − S')); no loss is large and D > x]     bounded by `_shift`
-    fold(ε)  = E[max(0, exp(ε − S') − 1); a loss is large, S' finite]     bounded by `_fold`
+    stray(ε)  = E[max(0, 1 − exp(ε − S')); no loss is large and D > x]    bounded by `_shift`
+    fold(ε)   = E[max(0, exp(ε − S') − 1); a loss is large, S' finite]    bounded by `_fold`
+    raised(ε) = E[max(0, 1 − exp(ε − S')); a loss is raised]
 
-Large losses need no grid: it ends at about twice ε. Else, at small rates, a few of them would dictate its size.
+The second line adds up two kinds of outputs without a raised loss. Where no loss is large and D ≤ x, S ≥ S' − x. Where
+one is large, δ ≥ P − exp(ε)·Q, and rounding keeps P and Q of such outputs. So losses far from 0 need no grid: it ends
+at a small multiple of ε. At small rates it would be far too wide otherwise.
 
-Steps are *tilted*: their chances are multiplied by exp(tilt · loss − cumulant) before the Fourier transforms and divided
-by it after. With G(ε) = E_tilted[g(S' − ε)] and g(y) = exp(−tilt · y) · max(0, 1 − exp(−y)),
+Steps are *tilted*: their chances are multiplied by exp(tilt · loss − cumulant) before the Fourier transforms and
+divided by it after. With G(ε) = E_tilted[g(S' − ε)] and g(y) = exp(−tilt · y) · max(0, 1 − exp(−y)),
 
     δ'(ε) = exp(cumulant − tilt · ε) · G(ε)
 
-so an error of G is a relative error of δ', however small δ is. `_compose` bounds the error of G from aliasing and from
-rounding in the transforms. Rounding in the tables puts a factor of (1 + DOUBT)^steps on δ and a shift of
+so an error of G is a relative error of δ', however small δ is. `_Composed.error` bounds the error of G from aliasing
+and from rounding in the transforms. Rounding in the tables puts a factor of (1 + DOUBT)^steps on δ and a shift of
 steps · DOUBT · reach on ε.
 
 dp-accounting does not fit here: its fixed grid gives ε of .035 instead of .0044 at rate 1e-4, noise 50, 1e6 steps, its
@@ -47,7 +50,8 @@ CHEAP_POINTS = 1 << 16  # a distribution of more points may have a tolerance tha
 NEGLIGIBLE = 2e-5  # of ε
 MOST_POINTS = 1 << 22  # of a composed distribution: less than 1 GiB in all
 OUTSIDE = 1e-12  # tilted mass outside the window, either side
-CUT = 45.0  # g is left out where tilt · y is above: exp(−45) = 3e-20
+CUT = 35.0  # g is left out where tilt · y is above: exp(−35) = 6e-16
+STRAY = 0.01  # of G: what stray(ε) may take
 UNIT = 2.0**-53
 
 
@@ -127,30 +131,26 @@ def _finer(best: Bounds, tolerance: float, room: float) -> float:
 
 
 def _on_grid(tables: Tables, delta: float, spacing: float, tail: float) -> Bounds | None:
-    """Bounds from one composition, with tables that leave out `tail` of P at either end; None where it does not fit."""
-    steps, doubt = sum(count for _, count in tables), sum(count * DOUBT * one.reach for one, count in tables)
+    """Bounds from one composition, with tables that leave out `tail` of P; None where it does not fit."""
+    steps, shaken = sum(count for _, count in tables), sum(count * DOUBT * one.reach for one, count in tables)
     infinite = sum(count * one.infinite for one, count in tables)  # Prob(S' = ∞) is between 1 − exp(−infinite) and it
     composed = _compose(tables, spacing, _best_tilt(tables, delta))
     if composed is None:
         return None
-    upper = _upper(composed, math.log(delta - infinite - steps * tail) - (steps + 1) * DOUBT)
-    if not upper:
-        return Bounds(lower=0.0, upper=0.0, points=len(composed.sums))
+    upper = _upper(composed, math.log(delta - infinite - steps * tail) - (steps + 1) * DOUBT, least=-shaken)
     found = composed.beyond(upper)
+    if upper <= 0 or not found:
+        return Bounds(lower=0.0, upper=upper + shaken, points=len(composed.sums))
     raised = min(1.0, sum(count * one.raised for one, count in tables))
     lost = _peak(composed.tilt) * sum(count * one.raised * one.tilting(composed.tilt) for one, count in tables)
     fold = _fold(tables, upper)
-    needed = delta + math.expm1(-infinite) * (1 - raised) + fold
-    lower = 0.0
-    if found:
-        stray = 0.002 * found
-        log_stray = math.log(stray) + composed.cumulant - composed.tilt * upper
-        tilts = (composed.tilt, composed.tilt / 2, composed.tilt / 4)
-        shift, tilt = min((_shift(tables, spacing, tilt, upper, log_stray), tilt) for tilt in tilts)
-        log_delta = math.log(needed) + (steps + 1) * DOUBT
-        lower = _lower(composed, log_delta, lost, stray, tilt, upper) - shift - doubt
-    strain = (fold + infinite * raised) / delta + lost / max(found, 1e-300)
-    return Bounds(lower=max(0.0, lower), upper=upper + doubt, points=len(composed.sums), strain=strain)
+    log_delta = math.log(delta + math.expm1(-infinite) * (1 - raised) + fold) + (steps + 1) * DOUBT
+    log_stray = math.log(STRAY * found) + composed.cumulant - composed.tilt * upper
+    tilts = (composed.tilt, composed.tilt / 2, composed.tilt / 4)
+    shift, tilt = min((_shift(tables, spacing, tilt, upper, log_stray), tilt) for tilt in tilts)
+    lower = _lower(composed, log_delta, lost, STRAY * found, tilt, upper) - shift - shaken
+    strain = (fold + infinite * raised) / delta + lost / found
+    return Bounds(lower=max(0.0, lower), upper=upper + shaken, points=len(composed.sums), strain=strain)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,7 +168,7 @@ class _Composed:
         """Mass outside the window is missed, and wrapped into it; and `rounding` is the error of `sums` in Euclidean
         norm, so it changes G by its product with the norm of g at most, whose square is below ∫g²/spacing + max g²."""
         spacing = float(self.losses[1] - self.losses[0])
-        square = min(1 / (4 * self.tilt**3), 1 / (2 * self.tilt)) / spacing + _peak(self.tilt)**2
+        square = min(1 / (4 * self.tilt**3), 1 / (2 * self.tilt)) / spacing + _peak(self.tilt) ** 2
         return 5 * OUTSIDE * _peak(self.tilt) + self.rounding * math.sqrt(square)
 
     def beyond(self, epsilon: float) -> float:
@@ -189,26 +189,24 @@ def _peak(tilt: float) -> float:
     return math.exp(-tilt * math.log1p(1 / tilt)) / (1 + tilt)
 
 
-def _upper(composed: _Composed, log_delta: float) -> float:
-    """Nearly the least ε ≥ 0 for which δ'(ε) ≤ exp(log_delta) is certain."""
+def _upper(composed: _Composed, log_delta: float, least: float) -> float:
+    """Nearly the least ε ≥ `least` for which δ'(ε) ≤ exp(log_delta) is certain."""
 
     def excess(epsilon: float) -> float:
         return composed.log_delta(epsilon, composed.error) - log_delta
 
     step = 1 / composed.tilt
-    low = high = max(0.0, (composed.cumulant - log_delta) / composed.tilt)  # Chernoff's bound
+    low = high = max(least, (composed.cumulant - log_delta) / composed.tilt)  # Chernoff's bound
     while excess(high) > 0:
         low, high, step = high, high + step, 2 * step
     while excess(low) <= 0:
-        if not low:
-            return 0.0
-        low, high, step = max(0.0, low - step), low, 2 * step
+        if low == least:
+            return least
+        low, high, step = max(least, low - step), low, 2 * step
     return _root(excess, low, high, 1 / composed.tilt)
 
 
-def _lower(
-    composed: _Composed, log_delta: float, lost: float, stray: float, tilt: float, upper: float
-) -> float:
+def _lower(composed: _Composed, log_delta: float, lost: float, stray: float, tilt: float, upper: float) -> float:
     """An ε below `upper` for which δ'(ε) − stray(ε) ≥ exp(log_delta) is certain, also if G is less by `lost`; 0 where
     none is.
 
@@ -337,14 +335,16 @@ def _best_tilt(tables: Tables, delta: float) -> float:
 
 
 def _shift(tables: Tables, spacing: float, tilt: float, epsilon: float, log_stray: float) -> float:
-    """An x with stray(ε) ≤ exp(log_stray). Any tilt will do; as g ≤ max g, stray(ε) is at most exp(cumulant − tilt · ε) ·
-    max g · Prob_tilted(no loss is large and D > x), and Bennett's inequality bounds the last factor.
+    """An x with stray(ε) ≤ exp(log_stray).
+
+    For any tilt, stray(ε) ≤ exp(cumulant − tilt · ε) · max g · Prob_tilted(no loss is large and D > x). Bennett's
+    inequality bounds the last factor.
 
     For a loss at a + s, 0 ≤ s ≤ h, let f be its chance to be rounded up to a + h, and c = h / (1 − exp(−h)). As f is
-    concave, s/h ≤ f ≤ cs/h and f − s/h ≤ cs(h − s)/(2h). Before tilting, D has a mean of at most cs(h − s)/2 and a second
-    moment of at most (1 + ch/2)·s(h − s). Tilting weighs rounding up by exp(tilt·h) more: it adds f(h − s)·(exp(tilt·h)
-    − 1) to the mean, and a factor of exp(tilt·h) at most to the second moment. Last, s(h − s) ≤ h²·exp(h)·f(1 − f), and
-    the mean of f(1 − f) over a cell is at most up·down/(up + down)² (Jensen).
+    concave, s/h ≤ f ≤ cs/h and f − s/h ≤ cs(h − s)/(2h). Before tilting, D has a mean of at most cs(h − s)/2 and a
+    second moment of at most (1 + ch/2)·s(h − s). Tilting weighs rounding up by exp(tilt·h) more: it adds
+    f(h − s)·(exp(tilt·h) − 1) to the mean, and a factor of exp(tilt·h) at most to the second moment. Last,
+    s(h − s) ≤ h²·exp(h)·f(1 − f), and the mean of f(1 − f) over a cell is at most up·down/(up + down)² (Jensen).
     """
     square, log_chance = 0.0, log_stray + tilt * epsilon - math.log(_peak(tilt))
     for one, count in tables:

@@ -37,9 +37,9 @@ ends of cells are correct to 20 units of rounding. The tests compare with 50 dig
 class Table:
     """Chances of one step's rounded loss at `losses` = spacing · (`first`, `first` + 1, …), as logarithms `logs`.
 
-    `splits` are the logarithms of up · down / (up + down) of each cell, whose mass is rounded up with chance `up` in all
-    and down with chance `down`. Of what lies above the grid, `folded` is rounded down to the last point and `infinite`
-    up to an infinite loss; the latter is not in `logs`. What lies below the grid, `raised`, is moved to the first point.
+    `splits` are the logarithms of up · down / (up + down) of each cell, where `up` of its mass is rounded up and `down`
+    is rounded down. Of what lies above the grid, `folded` is rounded down to the last point and `infinite` up to an
+    infinite loss; the latter is not in `logs`. What lies below the grid, `raised`, is moved to the first point.
     """
 
     first: int
@@ -91,7 +91,8 @@ def table(change: str, noise: float, rate: float, spacing: float, top: float, bo
     if least < -bottom:
         low, least = float(_output_at(change, noise, rate, np.array([-bottom]))[0]), -bottom
     first = math.floor(least / spacing)
-    losses = spacing * np.arange(first, max(first + 1, math.ceil(min(top, most) / spacing)) + 1)
+    last = max(first + 1, math.ceil(min(top, most) / spacing))
+    losses = np.asarray(spacing * np.arange(first, last + 1), dtype=np.float64)
     edges = np.append(np.clip(_output_at(change, noise, rate, losses), low, high), high)
     edges[0] = low
     edges = np.maximum.accumulate(edges)
@@ -123,8 +124,8 @@ def _rounded(
 
     Gauss-Legendre quadrature on panels of 1/128 of a standard deviation at most. With r = exp(L − a) − 1,
     s = 1 − exp(L − b) and w = 1 / (exp(b − a) − 1), the chance of b is r(1 + w)/(1 + r) and that of a is
-    s(1 + w)/(1 + r). r and s are computed from the distances to the edges of the cell, so that nothing cancels. `gained`
-    and `missed` are exp(L − a) − 1 at lower edges and exp(L − b) − 1 at upper ones: 0 but at the ends of the outputs.
+    s(1 + w)/(1 + r). r and s are computed from the distances to the edges of the cell, so that nothing cancels.
+    `gained` and `missed` are exp(L − a) − 1 at lower edges and exp(L − b) − 1 at upper ones: 0 but at both ends.
     """
     cuts = np.sort(np.concatenate([edges, np.arange(edges[0], edges[-1], min(noise / 128, noise**2 / 16))]))
     present, absent = _share(noise, rate, edges), _share(noise, rate, -edges)
