@@ -167,6 +167,9 @@ def test_privacy_figures(command: Command) -> None:
     rate = ("--sample-rate", ".08192", "--delta", "1e-5")
     spent = command.json("privacy", "epsilon", *rate, "--noise-multiplier", "2", "--steps", "3662")
     assert spent["epsilon"] == pytest.approx(14.2603, rel=0.002)
+    assert 14.1 < spent["epsilon_lower"] < 14.2603
+    told = command("privacy", "epsilon", *rate, "--noise-multiplier", "2", "--steps", "3662")[1]
+    assert "The true ε is at least 14.2" in told
     noise = command.json("privacy", "noise", *rate, "--epsilon", "8", "--steps", "3662")
     assert noise["noise_multiplier"] == pytest.approx(3.0740, rel=0.002)
     steps = command.json("privacy", "steps", *rate, "--epsilon", "8", "--noise-multiplier", "2")

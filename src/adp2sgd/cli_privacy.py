@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -204,6 +205,7 @@ def _print_budget(spent: Any, noise_multiplier: float, sample_rate: float, steps
 
     figures = {
         "epsilon": spent.epsilon,
+        "epsilon_lower": spent.epsilon_lower,
         "delta": spent.delta,
         "noise_multiplier": noise_multiplier,
         "sample_rate": sample_rate,
@@ -219,5 +221,13 @@ def _print_budget(spent: Any, noise_multiplier: float, sample_rate: float, steps
         f"ε = {spent.epsilon:.4g} at δ = {spent.delta:g} after {steps:,} steps with noise multiplier "
         f"{noise_multiplier:g} at rate {sample_rate:g} ({spent.accountant}, {spent.adjacency}, Poisson batches)"
     )
+    if spent.epsilon_lower:
+        print(f"This is an upper bound. The true ε is at least {_rounded_down(spent.epsilon_lower):.4g}.")
     if spent.note:
         print(f"note: {spent.note}")
+
+
+def _rounded_down(value: float) -> float:
+    """`value` with four digits, never above it."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
+    return math.floor(value / unit) * unit

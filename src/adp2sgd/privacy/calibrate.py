@@ -1,23 +1,23 @@
 """From a budget to its settings: the least noise for a number of steps, the most steps for a noise. Both by PLD.
 
 Under asynchrony nobody knows beforehand how many steps a learner will take, so a cap on its own steps is fixed before
-training; these are the two ways to find it.
+training; these are the two ways to find it. Both answers have five digits at most.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable
 
 from adp2sgd.errors import ConfigError, PrivacyError
-from adp2sgd.privacy.accountant import ADD_REMOVE, check_delta, most_pld_steps
+from adp2sgd.privacy.accountant import ADD_REMOVE, Spent, check_delta
 from adp2sgd.privacy.accountant import epsilon as epsilon_of
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 
 LEAST_NOISE, MOST_NOISE = 0.1, 1e6
 MOST_STEPS = 10**12
 NOTHING = Composed(())
+ROUGH = {"tolerance": 0.1}  # bounds that differ by 10 % come an order of magnitude faster
 
 
 def noise_for(
@@ -37,28 +37,37 @@ def noise_for(
     if steps < 1:
         raise ConfigError(f"steps = {steps} needs no noise; use a whole number from 1 on")
 
-    def spent(noise: float) -> float:
-        return _spent(before, SampledGaussian(noise, sample_rate), steps, delta, adjacency)
+    def spent(noise: float, **how: float) -> Spent:
+        everything = Composed((*before.parts, (SampledGaussian(noise, sample_rate), steps)))
+        return epsilon_of(everything, 1, delta, "pld", adjacency, **how)
 
-    return least_noise(spent, epsilon, steps)
+    return _least_noise(spent, epsilon, steps)
 
 
-def least_noise(spent: Callable[[float], float], epsilon: float, steps: int) -> float:
-    """The least noise multiplier, rounded up to five digits, at which `spent`, which falls with noise, is at most
-    `epsilon`; 0.1 at least."""
-    if spent(MOST_NOISE) > epsilon:
+def least_noise(taken: Callable[[float], float], most: float, steps: int) -> float:
+    """The least noise multiplier, rounded up to five digits, at which `taken`, which falls with noise, is at most
+    `most`; 0.1 at least. `steps` is for the message of a refusal."""
+
+    def spent(noise: float, **how: float) -> Spent:
+        value = taken(noise)
+        return Spent(epsilon=value, delta=0.0, accountant="rdp", adjacency="", epsilon_lower=value)
+
+    return _least_noise(spent, most, steps)
+
+
+def _least_noise(spent: Callable[..., Spent], epsilon: float, steps: int) -> float:
+    noise = _crossing(spent, epsilon, guess=1.0, low=LEAST_NOISE, high=MOST_NOISE, rising=False)
+    if noise == LEAST_NOISE and _fits(spent, epsilon, LEAST_NOISE):
+        return LEAST_NOISE
+    if noise == MOST_NOISE and not _fits(spent, epsilon, MOST_NOISE):
         raise PrivacyError(
             f"epsilon = {epsilon} is not reached by any noise_multiplier up to {MOST_NOISE:g} in {steps} steps; "
             "raise epsilon, or use fewer steps or data whose budget is not spent"
         )
-    if spent(LEAST_NOISE) <= epsilon:
-        return LEAST_NOISE
-    noise = _crossing(spent, epsilon, *_bracket(spent, epsilon, guess=1.0, low=LEAST_NOISE, high=MOST_NOISE))
-    unit = 10.0 ** (math.floor(math.log10(noise)) - 4)
-    count = math.ceil(noise / unit)
-    while spent(float(f"{count * unit:.5g}")) > epsilon:
-        count += 1
-    return float(f"{count * unit:.5g}")
+    digits = 4 - math.floor(math.log10(noise))
+    scale = 10.0**digits
+    count = -_last(lambda count: spent(round(-count / scale, digits)).epsilon <= epsilon, -noise * scale)
+    return round(count / scale, digits)
 
 
 def steps_for(
@@ -70,41 +79,26 @@ def steps_for(
     adjacency: str = ADD_REMOVE,
     before: Composed = NOTHING,
 ) -> int:
-    """The most steps after `before` that stay within `epsilon`; 0 where not even one does, and `MOST_STEPS` where so
-    many do: nobody takes more.
+    """The most steps after `before` that stay within `epsilon`, rounded down to five digits above 100,000; 0 where not
+    even one does, and `MOST_STEPS` where so many do: nobody takes more.
 
     Guarantee: the accountant's ε is at most `epsilon` after that many steps and, below `MOST_STEPS`, above it after one
-    more.
+    more (above 100,000: one more in the fifth digit).
     """
     _check_target(epsilon, delta)
     mechanism = SampledGaussian(noise_multiplier, sample_rate)
 
-    def spent(steps: float) -> float:
-        return _spent(before, mechanism, round(steps), delta, adjacency)
+    def spent(steps: float, **how: float) -> Spent:
+        everything = Composed((*before.parts, (mechanism, round(steps))))
+        return epsilon_of(everything, 1, delta, "pld", adjacency, **how)
 
-    if spent(1) > epsilon:
+    steps = _crossing(spent, epsilon, guess=1 / sample_rate, low=1, high=MOST_STEPS, rising=True)
+    if steps == 1 and not _fits(spent, epsilon, 1):
         return 0
-    if spent(MOST_STEPS) <= epsilon:
+    if steps == MOST_STEPS and _fits(spent, epsilon, MOST_STEPS):
         return MOST_STEPS
-    low, high = sorted(map(round, _bracket(spent, epsilon, guess=1 / sample_rate, low=1, high=MOST_STEPS)))
-    last = most_pld_steps(check_delta(delta)) - sum(count for _, count in before.parts)
-    if low < last < high:  # ε jumps there, and a search for a jump is long
-        low, high = (last + 1, high) if spent(last) <= epsilon else (low, last)
-        if spent(low) > epsilon:
-            return last
-    near = _crossing(spent, epsilon, low, high)
-    around = range(max(1, int(near * (1 - 2e-6))), int(near * (1 + 2e-6)) + 2)
-    steps = around[0] + bisect_right(around, epsilon, key=spent) - 1
-    while spent(steps) > epsilon:
-        steps -= 1
-    while spent(steps + 1) <= epsilon:
-        steps += 1
-    return steps
-
-
-def _spent(before: Composed, mechanism: SampledGaussian, steps: int, delta: float | None, adjacency: str) -> float:
-    everything = Composed((*before.parts, (mechanism, steps)))
-    return epsilon_of(everything, 1, delta, "pld", adjacency).epsilon
+    unit = int(10.0 ** max(0, math.floor(math.log10(steps)) - 4))
+    return unit * _last(lambda count: spent(count * unit).epsilon <= epsilon, steps / unit)
 
 
 def _check_target(epsilon: float, delta: float | None) -> None:
@@ -113,30 +107,75 @@ def _check_target(epsilon: float, delta: float | None) -> None:
         raise PrivacyError(f"epsilon = {epsilon} is reached by no noise; use a finite value above 0, such as 3.0")
 
 
+def _fits(spent: Callable[..., Spent], target: float, value: float) -> bool:
+    """Whether ε is at most `target`; rough bounds decide where they can."""
+    rough = spent(value, **ROUGH)
+    if rough.epsilon <= target or rough.epsilon_lower > target:
+        return rough.epsilon <= target
+    return spent(value).epsilon <= target
+
+
+def _last(holds: Callable[[int], bool], near: float) -> int:
+    """The last whole number that `holds`, where all below do and none above, by steps away from `near`."""
+    low = math.floor(near)
+    step, high = 1, low + 1
+    while not holds(low):
+        low, high, step = low - step, low, 2 * step
+    while high - low == 1 and holds(high):
+        low, high = high, high + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _crossing(
+    spent: Callable[..., Spent], target: float, *, guess: float, low: float, high: float, rising: bool
+) -> float:
+    """Where the monotone ε meets `target` between `low` and `high`, or the end that is nearest to it.
+
+    Brent's method on rough bounds, then the secant method on fine ones. Both work on logarithms, where ε is nearly
+    straight.
+    """
+    from scipy.optimize import brentq
+
+    def gap(log_value: float, **how: float) -> float:
+        value = min(max(math.exp(log_value), low), high)
+        return math.log(max(spent(value, **how).epsilon, 1e-12) / target)
+
+    def rough(log_value: float) -> float:
+        return gap(log_value, **ROUGH)
+
+    ends = sorted(_bracket(rough, math.log(guess), math.log(low), math.log(high), rising))
+    if ends[0] == ends[1]:
+        return low if ends[0] == math.log(low) else high
+    start = float(brentq(rough, *ends, xtol=0.01))
+    slope = (rough(start + 0.02) - rough(start)) / 0.02
+    return min(max(math.exp(_secant(gap, start, slope)), low), high)
+
+
+def _secant(gap: Callable[[float], float], start: float, slope: float) -> float:
+    """A root of `gap` to five digits, where it is nearly straight; `slope` is its slope near `start`."""
+    x, value = start, gap(start)
+    for _ in range(6):
+        if abs(value) < 3e-6 or not slope:
+            break
+        move = min(max(-value / slope, -1.0), 1.0)
+        value, before = gap(x + move), value
+        x, slope = x + move, (value - before) / move
+    return x
+
+
 def _bracket(
-    spent: Callable[[float], float], target: float, *, guess: float, low: float, high: float
+    gap: Callable[[float], float], guess: float, bottom: float, top: float, rising: bool
 ) -> tuple[float, float]:
-    """Two values between `low` and `high` on either side of which the monotone `spent` meets `target`, by steps away
-    from `guess`. At `low` and `high` it lies on different sides."""
-    gap = _gap(spent, target)
-    bottom, top = math.log(low), math.log(high)
-    rising = gap(bottom) < 0
-    near = min(max(math.log(guess), bottom), top)
-    far = near
+    """Two values between `bottom` and `top` where the monotone `gap` has different signs, by steps away from `guess`;
+    an end twice, where there are none."""
+    near = far = min(max(guess, bottom), top)
     while (gap(far) > 0) == (gap(near) > 0):
         # ε grows at least like the square root of steps, and falls at least like the inverse of noise.
         near, reach = far, 2 * abs(gap(far)) + 0.1
-        far = min(max(near + (reach if (gap(near) < 0) == rising else -reach), bottom), top)
-    return math.exp(near), math.exp(far)
-
-
-def _crossing(spent: Callable[[float], float], target: float, low: float, high: float) -> float:
-    """Where the monotone `spent` meets `target` between `low` and `high`: Brent's method on logarithms, as ε is nearly
-    straight there."""
-    from scipy.optimize import brentq
-
-    return math.exp(float(brentq(_gap(spent, target), math.log(low), math.log(high), xtol=1e-6)))
-
-
-def _gap(spent: Callable[[float], float], target: float) -> Callable[[float], float]:
-    return lambda log_value: math.log(max(spent(math.exp(log_value)), 1e-12) / target)
+        far = min(max(near + (reach if (gap(near) <= 0) == rising else -reach), bottom), top)
+        if far == near:
+            break
+    return near, far
