@@ -22,7 +22,7 @@ from adp2sgd.privacy.pld import TOLERANCE, Part, bounds
 ADD_REMOVE = "add-remove"
 ADJACENCIES = (ADD_REMOVE, "replace-one")
 ACCOUNTANTS = ("pld", "rdp")
-LEAST_PLD_NOISE = 0.05  # below, densities overflow; nothing is protected there
+LEAST_PLD_NOISE = 0.1  # below, densities overflow; nothing is protected there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ def _by_rdp(parts: tuple[Part, ...], delta: float, lower: float = 0.0, note: str
         above = np.asarray(orders) - 1
         # Conversion of Canonne, Kamath and Steinke (2020), proposition 12: tighter than the paper's.
         values = divergence - (math.log(delta) + np.log1p(above)) / above + np.log(above / (1 + above))
-        value = max(0.0, float(np.min(values)))
+        value = max(0.0, float(np.min(np.where(np.isfinite(values), values, math.inf))))
     return Spent(epsilon=value, delta=delta, accountant="rdp", adjacency=ADD_REMOVE, note=note, epsilon_lower=lower)
 
 
@@ -180,14 +180,13 @@ def _renyi(noise: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.f
     integral of something positive: at small rates nothing cancels. The integrand is analytic as far as π·noise² from
     the real axis, so the trapezoid rule with this step has a relative error of exp(−4π²) or less.
     """
-    if rate == 1:
+    if rate == 1 or noise < 0.05:  # so little noise that sampling is not worth counting
         return np.asarray(orders) / (2 * noise**2)
     step = noise * min(0.5, noise / 2)
     x = np.arange(-12 * noise, max(orders) + 12 * noise + step, step)
     tilt = (2 * x - 1) / (2 * noise**2)
-    with np.errstate(over="ignore"):
-        y = rate * np.expm1(tilt)
-        log_ratio = np.where(tilt < 500, np.log1p(y), tilt + math.log(rate))
+    y = rate * np.expm1(np.minimum(tilt, 600))
+    log_ratio = np.where(tilt < 600, np.log1p(y), tilt + math.log(rate))
     log_weight = -0.5 * (x / noise) ** 2 + math.log(step / (noise * math.sqrt(2 * math.pi)))
     values = []
     for order in orders:
@@ -211,7 +210,8 @@ def _log_moment(
         series = 1 + (order - 2) * y / 3 * (1 + (order - 3) * y / 4 * series)
         small = 0.5 * order * power * y**2 * series * weight
         medium = ((1 + y) * np.expm1(power * log_ratio) - power * y) * weight
-        large = np.exp(exponent) - (1 + order * y) * weight
+        large = np.exp(exponent)  # from above: less (1 + order · y) · weight, which may overflow
+        large = np.where(log_ratio < 600, large - (1 + order * y) * weight, large)
     terms = np.where(np.abs(order * y) < 0.02, small, np.where(power * log_ratio < 1, medium, large))
     return math.log1p(float(terms.sum()))
 

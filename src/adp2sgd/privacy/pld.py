@@ -137,6 +137,8 @@ def _on_grid(tables: Tables, delta: float, spacing: float, tail: float) -> Bound
     composed = _compose(tables, spacing, _best_tilt(tables, delta))
     if composed is None:
         return None
+    if not math.isfinite(composed.error + composed.cumulant + float(composed.sums.sum())):
+        raise FloatingPointError(f"the composed distribution is not finite at spacing {spacing}")
     upper = _upper(composed, math.log(delta - infinite - steps * tail) - (steps + 1) * DOUBT, least=-shaken)
     found = composed.beyond(upper)
     if upper <= 0 or not found:

@@ -129,6 +129,7 @@ def _rounded(
     """
     cuts = np.sort(np.concatenate([edges, np.arange(edges[0], edges[-1], min(noise / 128, noise**2 / 16))]))
     present, absent = _share(noise, rate, edges), _share(noise, rate, -edges)
+    rest = _share(noise, rate, -edges, other=True)
     last = len(edges) - 2
     up, down = np.zeros(last + 1), np.zeros(last + 1)
     for begin in range(0, len(cuts) - 1, BLOCK):
@@ -143,15 +144,14 @@ def _rounded(
             away = np.clip((v - edges[edge]) / noise**2, -700, 700)
             risen = present[edge] * np.expm1(away) if change != ADD else 0.0
             if change != REMOVE:
-                shrunk = absent[edge] * np.expm1(-away)
-                risen = (risen - shrunk) / (1 + shrunk)
+                risen = (risen - absent[edge] * np.expm1(-away)) / (rest[edge] + absent[edge] * np.exp(-away))
             return np.asarray(risen + at_edge * (1 + risen))
 
         for node, weight in zip(*np.polynomial.legendre.leggauss(3), strict=True):
             v = start + (node + 1) / 2 * width
             above = rise(v, cell, gained[cell])
             chance = weight / 2 * width * _density(change, noise, rate, v) * weight_up / (1 + above)
-            ups += chance * above
+            ups += chance * np.maximum(above, 0.0)
             downs += chance * np.where(cell < last, np.maximum(-rise(v, cell + 1, missed[cell]), 0.0), 1.0)
         cells = slice(cell[0], cell[-1] + 1)
         up[cells] += np.bincount(cell - cell[0], ups)
@@ -174,11 +174,12 @@ def _chance_below(change: str, noise: float, rate: float, v: float) -> float:
     return absent if change == ADD else (1 - rate) * absent + rate * float(ndtr((v - 1) / noise))
 
 
-def _share(noise: float, rate: float, x: Array) -> Array:
-    """The share of q·N(1) in (1 − q)·N(0) + q·N(1) at `x`: the slope of R there, times z²."""
+def _share(noise: float, rate: float, x: Array, *, other: bool = False) -> Array:
+    """The share of q·N(1) in (1 − q)·N(0) + q·N(1) at `x`, or that of the `other` term."""
     from scipy.special import expit, logit
 
-    return np.asarray(expit((2 * x - 1) / (2 * noise**2) + logit(rate)))
+    odds = (2 * x - 1) / (2 * noise**2) + logit(rate)
+    return np.asarray(expit(-odds if other else odds))
 
 
 def log_ratio(noise: float, rate: float, x: float) -> float:
