@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,10 +34,12 @@ from torch import Tensor, nn
 from adp2sgd.config import Config, Optimizer, Speeds
 from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate, train
-from adp2sgd.engine.exchanger import Exchanger, Place
-from adp2sgd.engine.setup import make_learner, prepare
-from adp2sgd.exchange.shared import SLOTS, Layout, Post, make_mail
-from adp2sgd.record import Run
+from adp2sgd.engine.setup import prepare
+from adp2sgd.exchange.protocol import Exchange
+from adp2sgd.exchange.shared import Post, SharedCarrier, make_mail
+from adp2sgd.exchange.slots import SLOTS, Layout
+from adp2sgd.exchange.thread import ExchangeThread
+from adp2sgd.run_folder import Run
 from adp2sgd.task import Task, cross_entropy
 
 MIB = 1 << 20
@@ -143,12 +146,9 @@ def pair_seconds(length: int, repeat: int) -> float:
     descriptors = [layout.create(k) for k in range(2)]
     setup = prepare(Config(task="engine:vector", learners=2, batch_size=1, device="cpu", options={"length": length}))
 
-    def side(number: int) -> Exchanger:
-        from pathlib import Path
-
-        learner = make_learner(setup, number, Path())
-        place = Place(learner=number, start=0, mail=mail, descriptors=descriptors)
-        thread = Exchanger(place, learner, Post(mail, str(number)), target_steps=1 << 60, report=dict)
+    def side(number: int) -> ExchangeThread:
+        learner = setup.learner(number, Path())
+        thread = ExchangeThread(Exchange(learner, SharedCarrier(learner, Post(mail, str(number)), descriptors)))
         thread.start()
         return thread
 
@@ -162,7 +162,7 @@ def pair_seconds(length: int, repeat: int) -> float:
         while len(times) < repeat + 2:
             done, began = mine.exchange.tally.completed, time.perf_counter()
             mine.want(1)
-            while mine.exchange.tally.completed == done or len(mine._outbox.free) < SLOTS:
+            while mine.exchange.tally.completed == done or mine.exchange.carrier.room < SLOTS:
                 time.sleep(0.0002)
                 if not mine.exchange.occupied and time.perf_counter() - began > 2:
                     break  # the other side had not come up yet

@@ -24,7 +24,7 @@ from adp2sgd.data.batches import PoissonBatches
 from adp2sgd.data.cifar10 import NORMALIZE
 from adp2sgd.data.feed import Ahead, Feed, Resident
 from adp2sgd.data.records import Records
-from adp2sgd.privacy.streams import Streams
+from adp2sgd.randomness.streams import Streams
 
 IMAGES, LEARNERS, BATCH = 50_000, 16, 256
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from adp2sgd.privacy.noise import PIECE, NoiseSource
+from adp2sgd.randomness.noise import PIECE, NoiseSource
 
 
 def candidates(size: int) -> dict[str, Callable[[], object]]:

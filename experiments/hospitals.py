@@ -18,7 +18,7 @@ from pathlib import Path
 from adp2sgd.config import Config, Data, load
 from adp2sgd.data.heart import HOSPITALS
 from adp2sgd.engine import simulate
-from adp2sgd.record import Run
+from adp2sgd.run_folder import Run
 
 HERE = Path(__file__).parent
 

@@ -16,7 +16,7 @@ from typing import Any
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.errors import Adp2sgdError, ConfigError, InterruptedRunError, RunError
 from adp2sgd.files import replacing
-from adp2sgd.record import versions
+from adp2sgd.run_folder import versions
 
 RUNNING = ".running"  # below the results: runs that are under way or were interrupted
 INTERRUPTED = "interrupted; nothing is lost: the same command goes on from here"

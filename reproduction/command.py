@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from adp2sgd import view
+from adp2sgd.cli import view
 from adp2sgd.errors import ConfigError
 from reproduction import render
 from reproduction.cells import Choice, finished, run_all

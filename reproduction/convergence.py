@@ -131,9 +131,9 @@ def predicted_consensus(setup: Setup, lr: float, sigma: float) -> float:
 
     A step of learner k with partner j is Z ← (A_kj − lr·e_k e_kᵀ) Z + lr·e_k (b_kᵀ + noise), b_k its shard's mean.
     """
-    graph, k = setup.graph, setup.config.learners
+    graph, k = setup.plan.graph, setup.plan.config.learners
     means, variance = _shards(setup)
-    batch = setup.config.batch_size
+    batch = setup.plan.config.batch_size
     noise = variance / batch + DIMENSION * (sigma / batch) ** 2  # of one step's gradient, per learner
     unit = np.eye(k)
     mean_map, map_of_squares = np.zeros((k, k)), np.zeros((k * k, k * k))
@@ -257,11 +257,11 @@ def _problem(setup: Setup, staleness: float) -> theory.Problem:
     means, variance = _shards(setup)
     centre = setup.task.train.inputs.numpy().mean(axis=0)
     return theory.Problem(
-        learners=setup.config.learners,
-        batch_size=setup.config.batch_size,
+        learners=setup.plan.config.learners,
+        batch_size=setup.plan.config.batch_size,
         smoothness=1.0,
         staleness=staleness,
-        rho=setup.graph.rho,
+        rho=setup.plan.graph.rho,
         gap=float(np.square(centre).sum() / 2),
         sample_variance=variance,
         shard_variance=float(np.square(means).sum(axis=1).mean()),

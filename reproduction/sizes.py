@@ -15,7 +15,8 @@ from adp2sgd.data.augment import crop_and_flip
 from adp2sgd.data.cifar10 import NORMALIZE
 from adp2sgd.data.records import Records
 from adp2sgd.device import can_compile, precision_on
-from adp2sgd.engine.setup import make_learner, pick_device, prepare
+from adp2sgd.engine.compute import pick_device
+from adp2sgd.engine.setup import prepare
 from adp2sgd.task import Task
 from reproduction import paper
 from reproduction.cells import Cell, Choice, device_name
@@ -73,7 +74,7 @@ def _measure(model: str, device: str, batch: int, scratch: Path, quiet: bool) ->
         optimizer=Optimizer(lr=1e-3, weight_decay=5e-4),
         privacy=Privacy(mode="paper", sigma=1.0),
     )
-    learner = make_learner(prepare(settings), 0, scratch)
+    learner = prepare(settings).learner(0, scratch)
 
     def steps(count: int) -> float:
         before = time.perf_counter()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from adp2sgd import config
-from adp2sgd.engine.setup import pick_device
+from adp2sgd.engine.compute import pick_device
 from adp2sgd.errors import ConfigError
 from reproduction import accounting, computed, convergence, paper, sizes, tables, training
 from reproduction.cells import Cell, Choice, Record

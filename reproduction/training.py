@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adp2sgd import config, view
+from adp2sgd import config
+from adp2sgd.cli import view
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds
 from adp2sgd.device import can_compile, laid_out, let_go, precision_on
-from adp2sgd.engine import checkpoint, simulate, train
+from adp2sgd.engine import simulate, train
+from adp2sgd.engine.compute import pick_device
 from adp2sgd.engine.evaluate import Metrics, average, evaluate
-from adp2sgd.engine.setup import Setup, pick_device, prepare
-from adp2sgd.engine.simulate import Status
+from adp2sgd.engine.setup import Setup, prepare
+from adp2sgd.engine.simulation import checkpoint
+from adp2sgd.engine.status import RunStatus
 from adp2sgd.errors import DivergedError
-from adp2sgd.record import Folder, Point, Run, read_result
+from adp2sgd.run_folder import Folder, Point, Run, read_result
 from adp2sgd.task import Augment, Task, digits
 from reproduction import paper
 from reproduction.cells import Cell, Choice
@@ -234,7 +237,7 @@ def _simulated(settings: Config, folder: Path, resume: bool, points: dict[int, P
         shutil.rmtree(folder, ignore_errors=True)
     with view.progress(settings, quiet=quiet) as show:
 
-        def on_status(status: Status) -> None:
+        def on_status(status: RunStatus) -> None:
             if status.point is not None:
                 points[status.point.global_steps] = status.point
             show(status)
@@ -284,14 +287,14 @@ def _states(folder: Path, settings: Config) -> list[Tensor]:
 def recomputed(setup: Setup, theta: Tensor, augment: Augment | None = None) -> Metrics:
     """θ's quality with its BatchNorm statistics taken anew over the training records instead of averaged: over the
     records as they are, or through `augment` as training sees them."""
-    model, generator = setup.model, torch.Generator(setup.model.device).manual_seed(0)
+    model, generator = setup.compute.model, torch.Generator(setup.compute.model.device).manual_seed(0)
     model.weights.copy_(theta[: len(model.weights)])
     for layer in model.module.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             layer.reset_running_stats()
             layer.momentum = None  # the plain mean over all batches
     model.module.train()
-    for inputs in setup.task.train.inputs.split(setup.config.batch_size):
+    for inputs in setup.task.train.inputs.split(setup.plan.config.batch_size):
         if len(inputs) > 1:
             batch = setup.task.prepare(inputs.to(model.device))
             model.module(laid_out(batch if augment is None else augment(batch, generator)))

@@ -18,8 +18,8 @@ from adp2sgd.data.batches import PoissonBatches
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import PlainStep
 from adp2sgd.learner import Learner
-from adp2sgd.privacy.streams import Streams
 from adp2sgd.progress import Progress
+from adp2sgd.randomness.streams import Streams
 from adp2sgd.task import Task, resolve
 
 ROOT = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""Faults as a vocabulary. A `Faults` is called with the supervisor at every tick of a run, and counts what it did.
+"""Faults as a vocabulary. A `Faults` is called with the run's status at every tick, and counts what it did.
 
 faults = Faults().kill(learner=2, at_step=50)
 train(config, folder, on_status=faults)
@@ -21,8 +21,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from adp2sgd.data.records import Records
-from adp2sgd.engine import learner_checkpoint
-from adp2sgd.engine.supervisor import Patience, Seat, Supervisor
+from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine.processes.supervisor import Patience
+from adp2sgd.engine.status import LearnerStatus, RunStatus
 from adp2sgd.task import Task, cross_entropy, digits
 
 DRAWS = "ADP2SGD_TEST_DRAWS"  # a named pipe that gets one byte for every batch that is drawn for a gradient
@@ -34,7 +35,7 @@ class Plan:
 
     learner: int
     at_step: int
-    deed: Callable[[Supervisor, Seat], None]
+    deed: Callable[[RunStatus, LearnerStatus], None]
     done: bool = False
 
 
@@ -55,7 +56,7 @@ class Faults:
     def stop(self, *, learner: int, at_step: int, seconds: float) -> Faults:
         """SIGSTOP, and SIGCONT after a while to the same process, if there still is one."""
 
-        def deed(_: Supervisor, seat: Seat) -> None:
+        def deed(_: RunStatus, seat: LearnerStatus) -> None:
             pid = self._pid(seat)
             os.kill(pid, signal.SIGSTOP)
             self._later.append((time.monotonic() + seconds, lambda: _signal_if_there(pid, signal.SIGCONT)))
@@ -65,7 +66,7 @@ class Faults:
     def fill_disk(self, *, learner: int, at_step: int, bytes_left: int = 0) -> Faults:
         """From now on no file of this learner may grow: the write fails in the kernel, as on a full disk."""
 
-        def deed(_: Supervisor, seat: Seat) -> None:
+        def deed(_: RunStatus, seat: LearnerStatus) -> None:
             resource.prlimit(self._pid(seat), resource.RLIMIT_FSIZE, (bytes_left, bytes_left))
 
         return self._add(learner, at_step, deed)
@@ -74,25 +75,25 @@ class Faults:
         """Ctrl-C at the supervisor, which is this very process."""
         return self._add(learner, at_step, lambda *_: os.kill(os.getpid(), signal.SIGINT))
 
-    def __call__(self, supervisor: Supervisor) -> None:
+    def __call__(self, run: RunStatus) -> None:
         for plan in self._plans:
-            seat = supervisor.seats[plan.learner]
+            seat = run.learners[plan.learner]
             new = seat.pid is not None and seat.pid not in self.pids  # one deed per process
-            if not plan.done and new and seat.totals["steps"] >= plan.at_step:
+            if not plan.done and new and seat.counters.steps >= plan.at_step:
                 plan.done = True
-                plan.deed(supervisor, seat)
+                plan.deed(run, seat)
                 self.fired += 1
-                self.times.append(supervisor.seconds)
+                self.times.append(run.seconds)
         due = [deed for at, deed in self._later if time.monotonic() >= at]
         self._later = [(at, deed) for at, deed in self._later if time.monotonic() < at]
         for deed in due:
             deed()
 
-    def _add(self, learner: int, at_step: int, deed: Callable[[Supervisor, Seat], None]) -> Faults:
+    def _add(self, learner: int, at_step: int, deed: Callable[[RunStatus, LearnerStatus], None]) -> Faults:
         self._plans.append(Plan(learner, at_step, deed))
         return self
 
-    def _pid(self, seat: Seat) -> int:
+    def _pid(self, seat: LearnerStatus) -> int:
         assert seat.pid is not None
         self.pids.append(seat.pid)
         return seat.pid
@@ -114,7 +115,7 @@ def alive(pid: int) -> bool:
 
 
 def learner_processes() -> set[int]:
-    """All processes of this machine that hold a learner's shared memory or were made by a nursery."""
+    """All processes of this machine that hold a learner's shared memory or were made by a fork server."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -122,7 +123,7 @@ def learner_processes() -> set[int]:
             memories = any("memfd:adp2sgd" in os.readlink(link) for link in (folder / "fd").iterdir())
         except OSError:
             continue
-        if b"adp2sgd.engine.nursery" in command or memories:
+        if b"adp2sgd.engine.processes.forkserver" in command or memories:
             found.add(int(folder.name))
     return found
 

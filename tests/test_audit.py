@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 
 from adp2sgd.config import Config, Optimizer, Privacy
 from adp2sgd.data.records import Records
-from adp2sgd.engine.setup import Setup, load_model, prepare
-from adp2sgd.engine.simulate import Asynchronous, simulate
+from adp2sgd.engine.setup import Setup, prepare
+from adp2sgd.engine.simulation.simulate import Asynchronous, simulate
 from adp2sgd.gradient import loop
 from adp2sgd.privacy.calibrate import noise_for
-from adp2sgd.privacy.noise import NoiseSource
-from adp2sgd.record import Folder
+from adp2sgd.randomness.noise import NoiseSource
+from adp2sgd.run_folder import Folder, load_model
 from adp2sgd.task import Task
 
 CLIP = 0.5
@@ -108,7 +109,7 @@ def published(folder: Path, count: int, *, rate: float, steps: int, noise: float
     )
     run = simulate(settings, folder)
     assert run.learners[0].steps == run.learners[0].max_steps == steps
-    model = load_model(folder)
+    model = load_model(folder, task=settings.task)
     assert isinstance(model, Canaries)
     weights = -(0.6 * model.first.weight + 0.8 * model.second.weight).detach().double().flatten().numpy()
     sums = weights * settings.batch_size / (noise * CLIP)  # lr 1, from zero: the model is minus the mean gradients
@@ -212,12 +213,15 @@ def outcomes(setup: Setup, claim: float, seeds: range) -> Iterator[float]:
 
     `setup` is that of `simulate`; it is made once, since its checks of model and task are the same for all runs.
     """
-    initial = setup.model.weights.clone()
+    initial = setup.compute.model.weights.clone()
     for seed in seeds:
-        setup.model.load(initial)
-        own = replace(setup, config=setup.config.replace(seed=seed), seed=seed)
+        setup.compute.model.load(initial)
+        plan = replace(setup.plan, config=setup.plan.config.replace(seed=seed), seed=seed)
+        compute = copy(setup.compute)  # shares the model and the settled gradient engine
+        compute.plan = plan
+        own = replace(setup, plan=plan, compute=compute)
         with tempfile.TemporaryDirectory(dir=FRESH) as folder:
-            home = Folder.create(folder, own.config)
+            home = Folder.create(folder, own.plan.config)
             with closing(Asynchronous(own, home, lambda _: None)) as simulation:
                 simulation.enlist()
                 simulation.start()
@@ -279,7 +283,7 @@ def test_short_runs_are_those_of_simulate(tmp_path: Path) -> None:
     settings = claiming(2.0)
     *_, last = outcomes(prepare(settings), 2.0, range(5, 8))
     simulate(settings.replace(seed=7), tmp_path / "run")
-    model = load_model(tmp_path / "run")
+    model = load_model(tmp_path / "run", task=settings.task)
     assert isinstance(model, Line)
     assert last == float(model.weight.detach()[0])
 

@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 
+from adp2sgd.cli.view import print_run
 from adp2sgd.config import Config, Data, Optimizer, Privacy, Speeds
-from adp2sgd.engine import setup, simulate, train
-from adp2sgd.engine.local import Account
+from adp2sgd.engine import simulate, train
+from adp2sgd.engine.budgets import open_budget
+from adp2sgd.engine.processes.train import Account
+from adp2sgd.engine.result import _guarantee
+from adp2sgd.engine.setup import prepare
 from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
 from adp2sgd.privacy import ledger
 from adp2sgd.privacy.accountant import epsilon
@@ -24,7 +28,6 @@ from adp2sgd.privacy.budget import Budget, plan
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 from adp2sgd.privacy.policy import RenyiFilter
 from adp2sgd.privacy.statement import statement
-from adp2sgd.view import print_run
 
 EIGHT = Privacy(mode="private", epsilon=8.0, noise_multiplier=2.0, delta=1e-5)
 LASTING = EIGHT.replace(ledger="kept")  # over runs, so by a Rényi filter; the tests name the file themselves
@@ -421,12 +424,12 @@ def test_a_run_that_resumes_elsewhere_takes_no_other_ledger(
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        made = setup.prepare(settings)
+        made = prepare(settings)
         folder = tmp_path / name / "learner-0"
         folder.mkdir()
-        setup.open_budget(made, 0, folder).close()
+        open_budget(made.plan, 0, made.site_names[0], len(made.shards[0]), folder).close()
     with pytest.raises(LedgerError, match=r"charged to .*here/ledgers/two-hospitals-north\.jsonl, not to .*there/"):
-        setup.open_budget(made, 0, tmp_path / "here" / "learner-0")
+        open_budget(made.plan, 0, made.site_names[0], len(made.shards[0]), tmp_path / "here" / "learner-0")
 
 
 def test_a_statement_needs_a_ledger_and_a_delta(two_sites: Config, tmp_path: Path) -> None:
@@ -453,10 +456,10 @@ def test_a_learner_is_named_by_its_site(two_sites: Config, capsys: pytest.Captur
     settings = two_sites.replace(privacy=Privacy(), seed=1)
     print_run(simulate(settings))
     assert "0 north" in capsys.readouterr().out
-    made = setup.prepare(settings)
+    made = prepare(settings)
     nameless = replace(made, task=replace(made.task, train=replace(made.task.train, site_names=())))
-    assert [made.site(1), nameless.site(1)] == ["south", "2"]  # the data's number for it
-    assert setup.prepare(settings.replace(data=Data())).site(1) is None
+    assert [made.site_names[1], nameless.site_names[1]] == ["south", "2"]  # the data's number for it
+    assert prepare(settings.replace(data=Data())).site_names[1] is None
 
 
 def test_a_ledger_in_use_blocks_neither_the_others_nor_the_folder(two_sites: Config, tmp_path: Path) -> None:
@@ -529,7 +532,7 @@ def test_a_run_reports_the_largest_share_that_was_spent(tmp_path: Path) -> None:
         )
         for n in ("a", "b")
     ]
-    told = setup._guarantee(accounts)
+    told = _guarantee(accounts)
     assert told["epsilon"] == accounts[0].budget.guarantee().epsilon > accounts[1].budget.guarantee().epsilon
     assert told["epsilon_spent"] == accounts[1].budget.guarantee().epsilon_spent > 0
     assert "in 40 of 125 steps" in told["text"]

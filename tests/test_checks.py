@@ -10,7 +10,8 @@ from torch.nn import functional
 from adp2sgd.errors import PrivacyError
 from adp2sgd.models import build
 from adp2sgd.models.norm import without_batchnorm
-from adp2sgd.privacy.checks import check_budget, check_model, check_rows
+from adp2sgd.privacy.budget_checks import check_budget
+from adp2sgd.privacy.checks import check_model, check_rows
 from adp2sgd.task import cross_entropy
 
 FEATURES, CLASSES = 6, 4

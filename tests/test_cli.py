@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from adp2sgd import cli, view
+from adp2sgd.cli import main as cli
+from adp2sgd.cli import view
 from conftest import adp2sgd
 
 

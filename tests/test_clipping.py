@@ -17,9 +17,12 @@ from torch import Generator, Tensor, nn
 from adp2sgd.config import ALGORITHMS, Config, Optimizer, Privacy, Speeds
 from adp2sgd.data.batches import PoissonBatches
 from adp2sgd.data.records import Records
-from adp2sgd.engine import learner_checkpoint, setup, simulate
-from adp2sgd.engine.local import train
-from adp2sgd.engine.simulate import Simulation
+from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine import simulate
+from adp2sgd.engine.compute import SEEDED_PIECE
+from adp2sgd.engine.processes.train import train
+from adp2sgd.engine.setup import prepare
+from adp2sgd.engine.simulation.simulate import Simulation
 from adp2sgd.errors import Adp2sgdError, ConfigError, PrivacyError, RunError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
@@ -30,9 +33,9 @@ from adp2sgd.learner import Learner
 from adp2sgd.privacy import ledger
 from adp2sgd.privacy.budget import Budget, plan
 from adp2sgd.privacy.mechanism import SampledGaussian, beside_count, with_count
-from adp2sgd.privacy.noise import NoiseSource
-from adp2sgd.privacy.streams import Streams
-from adp2sgd.record import Folder, read_result
+from adp2sgd.randomness.noise import NoiseSource
+from adp2sgd.randomness.streams import Streams
+from adp2sgd.run_folder import Folder, read_result
 from adp2sgd.task import Task, cross_entropy
 from faults import Faults
 
@@ -219,14 +222,14 @@ COPIES = PRIVATE.replace(
 
 def by_hand(config: Config) -> tuple[Tensor, float]:
     """Weights and clip norm of a lone learner after plain DP-SGD, written down in the order of the paper."""
-    privacy, prepared = config.privacy, setup.prepare(config)
-    model, task, velocity = prepared.model, prepared.task, torch.zeros_like(prepared.model.weights)
-    engine = choose.build(model, task.loss, copies=privacy.copies, piece=setup.SEEDED_PIECE // privacy.copies)
+    privacy, prepared = config.privacy, prepare(config)
+    model, task, velocity = prepared.compute.model, prepared.task, torch.zeros_like(prepared.compute.model.weights)
+    engine = choose.build(model, task.loss, copies=privacy.copies, piece=SEEDED_PIECE // privacy.copies)
     records, clip_norm = task.train.take(prepared.shards[0]), privacy.clip_norm
     own = privacy.noise_multiplier
     if privacy.clip_quantile is not None:
         own = (own**-2 - (2 * privacy.count_noise) ** -2) ** -0.5
-    for step in range(prepared.target_steps):
+    for step in range(prepared.plan.target_steps):
         stream = {name: NoiseSource.from_seed(0, 0, f"{name}/{step}") for name in ("batch", "noise", "augment")}
         rows = stream["batch"].bernoulli(len(records), config.batch_size / len(records))
         inputs, targets = task.prepare(records.inputs[rows]), records.targets[rows]
@@ -319,10 +322,10 @@ def test_each_learner_has_its_own_clip_norm_and_keeps_it_when_the_run_resumes(
 
 
 def test_a_learners_own_checkpoint_keeps_its_clip_norm(tmp_path: Path) -> None:
-    folder, prepared = Folder.create(tmp_path / "run", ADAPTIVE), setup.prepare(ADAPTIVE)
+    folder, prepared = Folder.create(tmp_path / "run", ADAPTIVE), prepare(ADAPTIVE)
 
     def make(start: int) -> Learner:
-        return setup.make_learner(prepared, 0, folder.learner(0), start=start)
+        return prepared.learner(0, folder.learner(0), start=start)
 
     learner = make(0)
     for _ in range(5):
@@ -395,7 +398,7 @@ class Silent(NoiseSource):
 def test_a_records_copies_are_averaged_and_clipped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against autograd, copy by copy; some records' gradients are clipped and some are not."""
     config = COPIES.replace(privacy=COPIES.privacy.replace(clip_norm=0.9))
-    learner = setup.make_learner(setup.prepare(config), 0, tmp_path)
+    learner = prepare(config).learner(0, tmp_path)
     monkeypatch.setattr(NoiseSource, "add_normal", Silent.add_normal)
     learner.begin()
     stored = learner._feed.take()
@@ -457,9 +460,9 @@ def test_memory_is_counted_in_records_times_copies(tmp_path: Path, monkeypatch: 
         engine.clipped_sum(inputs, targets, 1.0)
         assert max(map(int, log.read_text().split())) == min(60, pieces[copies] * copies)
     assert pieces[4] == pytest.approx(pieces[1] / 4, abs=1)
-    seeded = setup.prepare(COPIES).engine
+    seeded = prepare(COPIES).compute.engine
     assert isinstance(seeded, choose.Automatic)
-    assert seeded.piece == setup.SEEDED_PIECE // 3
+    assert seeded.piece == SEEDED_PIECE // 3
 
 
 def test_record_by_record_no_weights_can_couple_records():
@@ -489,7 +492,7 @@ def test_the_loop_can_be_asked_for():
         seed=0,
         privacy=Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, engine="loop"),
     )
-    assert isinstance(setup.prepare(chosen).engine, Loop)
+    assert isinstance(prepare(chosen).compute.engine, Loop)
     assert simulate(chosen).guarantee != "none"
     with pytest.raises(ConfigError, match="loop"):
         Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, engine="functional")

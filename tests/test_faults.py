@@ -27,11 +27,11 @@ from safetensors.torch import load_file
 
 import faults as vocabulary
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds
-from adp2sgd.engine import learner_checkpoint
-from adp2sgd.engine.local import train
+from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine.processes.train import train
 from adp2sgd.errors import InterruptedRunError, RunError
 from adp2sgd.privacy import ledger
-from adp2sgd.record import Folder, Point, Run
+from adp2sgd.run_folder import Folder, Point, Run
 from conftest import ROOT
 from faults import Draws, Faults, alive, learner_processes
 
@@ -305,9 +305,9 @@ def test_sync_goes_on_from_the_newest_model_alone(tmp_path: Path) -> None:
     settings = SHORT.replace(algorithm="sync", optimizer=SHORT.optimizer.replace(lr=1e-9))
     only_learner_2_has_a_model(settings, tmp_path / "run")
 
-    def kill(supervisor: Any) -> None:
-        seat = supervisor.seats[2]
-        if seat.pid and supervisor._going_at is not None:
+    def kill(run: Any) -> None:
+        seat = run.learners[2]
+        if seat.pid and seat.state not in ("starting", "restarting", "ready"):
             with suppress(ProcessLookupError):
                 os.kill(seat.pid, signal.SIGKILL)
 
@@ -399,14 +399,20 @@ def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws, scratch: Pa
 
 FORKS = """
 import os, signal
+from dataclasses import replace
 from faults import Task, counted_blobs
 
-def forks(**options) -> Task:
-    if os.fork() == 0:
-        with open(options.pop("path"), "a") as file:
-            file.write("ends\\n" if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else "stays\\n")
-        os._exit(0)
-    return counted_blobs()
+def forks(path: str) -> Task:
+    blobs = counted_blobs()
+
+    def model():
+        if os.fork() == 0:
+            with open(path, "a") as file:
+                file.write("ends\\n" if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else "stays\\n")
+            os._exit(0)
+        return blobs.model()
+
+    return replace(blobs, model=model)
 """
 
 

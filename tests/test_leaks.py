@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 import leaky
-from adp2sgd import engine, errors, load_model, view
+from adp2sgd import engine, errors, load_model
+from adp2sgd.cli import view
 from adp2sgd.config import Config, Optimizer, Privacy
 from adp2sgd.data.records import Records
+from adp2sgd.engine.processes.supervisor import Patience
 from adp2sgd.engine.setup import explain_gradients
-from adp2sgd.engine.simulate import Simulation
-from adp2sgd.engine.supervisor import Patience
+from adp2sgd.engine.simulation.simulate import Simulation
 from adp2sgd.errors import Adp2sgdWarning, ConfigError, DataError, RunError
 from adp2sgd.files import to_json
-from adp2sgd.record import read_result
+from adp2sgd.run_folder import read_result
 from adp2sgd.task import Task, resolve
 
 PRIVATE = Config(

@@ -5,15 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from adp2sgd import models
 from adp2sgd.config import Config, Privacy
 from adp2sgd.data.records import Records
-from adp2sgd.engine import setup
-from adp2sgd.exchange.protocol import Answer, Busy, Commit, Exchange, Message, Request
+from adp2sgd.engine.setup import prepare
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import Gradient
 from adp2sgd.task import Task, resolve
@@ -141,92 +138,6 @@ def test_float_buffers_travel_with_the_weights_and_integer_ones_do_not() -> None
     assert torch.allclose(learner.buffers, before + 0.5 + gradient.buffers)
 
 
-Deed = st.sampled_from(["ask", "carry", "update 0", "update 1", "update 2", "expire"])
-
-
-@settings(max_examples=200)
-@given(st.lists(st.tuples(Deed, st.integers(0, 2), st.integers(0, 2)), max_size=60))
-def test_exchanges_conserve_the_sum_whatever_happens_meanwhile(deeds: list[tuple[str, int, int]]) -> None:
-    """Three learners ask, answer and update in any order. Only a half-exchange may change the sum."""
-    learners = [make_learner(k) for k in range(3)]
-    exchanges = [Exchange(learner) for learner in learners]
-    for k, learner in enumerate(learners):
-        learner.state.copy_(torch.tensor([k, -k, 10.0 * k]))
-    updates, mail = torch.zeros(3, dtype=torch.float64), []
-    expected = sum(learner.state.clone() for learner in learners)
-    for deed, k, j in deeds:
-        if deed == "ask" and k != j:
-            request = exchanges[k].ask(j)
-            mail += [request] if request else []
-        elif deed == "carry" and mail:
-            message = mail.pop(k % len(mail))
-            reply = exchanges[message.receiver].receive(message)
-            mail += [reply] if reply else []
-        elif deed.startswith("update"):
-            learner = learners[int(deed[-1])]
-            before = learner.state.clone()
-            learner.begin()
-            learner.update(learner.gradient())
-            updates += learner.state - before
-    while mail:
-        message = mail.pop(0)
-        reply = exchanges[message.receiver].receive(message)
-        mail += [reply] if reply else []
-    assert not any(exchange.occupied for exchange in exchanges)  # nobody is left waiting
-    total = sum(learner.state for learner in learners)
-    assert torch.allclose(total, expected + updates, rtol=0, atol=1e-12)
-    assert sum(exchange.tally.completed for exchange in exchanges) % 2 == 0
-
-
-def test_the_messages_of_one_exchange() -> None:
-    first, second, third = (Exchange(make_learner(k)) for k in range(3))
-    first.learner.state.fill_(1.0)
-    second.learner.state.fill_(3.0)
-    request = first.ask(1)
-    assert isinstance(request, Request)
-    assert first.ask(2) is None  # one exchange at a time
-    answer = second.receive(request)
-    assert isinstance(answer, Answer)
-    busy = second.receive(third.ask(1))
-    assert isinstance(busy, Busy)
-    assert third.receive(busy) is None
-    assert third.tally.busy == 1
-    commit = first.receive(answer)
-    assert isinstance(commit, Commit)
-    second.learner.state += 10  # an update in between
-    assert second.receive(commit) is None
-    assert first.learner.state.tolist() == [2.0] * 3
-    assert second.learner.state.tolist() == [12.0] * 3
-    assert (first.tally.completed, second.tally.completed) == (1, 1)
-
-
-def test_a_lost_commit_is_counted_and_late_messages_do_no_harm() -> None:
-    first, second = (Exchange(make_learner(k)) for k in range(2))
-    request = first.ask(1)
-    answer = second.receive(request)
-    second.expire()
-    assert second.tally.unconfirmed == 1
-    commit = first.receive(answer)
-    before = second.learner.state.clone()
-    assert second.receive(commit) is None  # too late: ignored
-    assert torch.equal(second.learner.state, before)
-    assert second.tally.ignored == 1
-    first.ask(1)
-    first.expire()
-    assert first.tally.expired == 1
-    assert isinstance(second.receive(Request(sender=0, receiver=1, initiator=0, number=9)), Message)
-
-
-def test_progress_spreads_with_the_exchanges() -> None:
-    first, second = (Exchange(make_learner(k)) for k in range(2))
-    for _ in range(3):
-        first.learner.progress.advance()
-    second.learner.progress.advance()
-    answer = second.receive(first.ask(1))
-    second.receive(first.receive(answer))
-    assert first.learner.progress.total == second.learner.progress.total == 4
-
-
 @pytest.mark.parametrize("mode", ["none", "paper", "private"])
 def test_a_rehearsal_leaves_no_trace(mode: str, tmp_path: Path) -> None:
     """Steps after it are the same to the bit, and nothing is charged."""
@@ -238,7 +149,7 @@ def test_a_rehearsal_leaves_no_trace(mode: str, tmp_path: Path) -> None:
     chosen = Config(task="digits/cnn", learners=2, epochs=1, seed=0, privacy=noise, options={"norm": "group"})
     for name in ("calm", "eager"):
         (tmp_path / name).mkdir()
-    calm, eager = (setup.make_learner(setup.prepare(chosen), 0, tmp_path / name) for name in ("calm", "eager"))
+    calm, eager = (prepare(chosen).learner(0, tmp_path / name) for name in ("calm", "eager"))
     eager.rehearse()
     assert eager.steps == 0
     assert eager.clip_norm == calm.clip_norm
@@ -255,7 +166,7 @@ def test_a_rehearsal_leaves_no_trace(mode: str, tmp_path: Path) -> None:
 def test_private_runs_switch_tf32_off() -> None:
     torch.set_float32_matmul_precision("high")
     private = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5)
-    setup.prepare(Config(task="digits/cnn", device="cuda", precision="bfloat16", privacy=private))
+    prepare(Config(task="digits/cnn", device="cuda", precision="bfloat16", privacy=private))
     assert not torch.backends.cuda.matmul.allow_tf32
     assert not torch.backends.cudnn.allow_tf32
 

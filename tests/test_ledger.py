@@ -21,7 +21,7 @@ from torch import nn
 
 from adp2sgd.config import Config, Privacy
 from adp2sgd.data.records import Records
-from adp2sgd.engine.setup import Setup, make_learner, prepare
+from adp2sgd.engine.setup import Setup, prepare
 from adp2sgd.errors import LedgerError
 from adp2sgd.privacy import ledger as ledger_module
 from adp2sgd.privacy.ledger import WIDTH, Ledger, read
@@ -38,7 +38,7 @@ CHILD = """
 import sys
 from adp2sgd.privacy.ledger import Ledger
 from adp2sgd.privacy.mechanism import SampledGaussian
-from adp2sgd.privacy.noise import NoiseSource
+from adp2sgd.randomness.noise import NoiseSource
 
 ledger = Ledger.open(sys.argv[1], dataset="sha256:5eed", site="north", block=8)
 noise = NoiseSource.fresh()
@@ -452,7 +452,7 @@ def without_signal() -> Task:
 
 def live(setup: Setup, folder: Path, log: int) -> None:
     """A learner that trains until it is killed, and tells after each step what noise it has drawn."""
-    learner = make_learner(setup, 0, folder)
+    learner = setup.learner(0, folder)
     while True:
         learner.begin()
         noise = learner.gradient().vector
@@ -487,7 +487,7 @@ def test_kills_at_random_instants_never_hide_a_step_nor_repeat_noise(kills, tmp_
         privacy=Privacy(mode="private", noise_multiplier=2.0, delta=1e-4),
     )
     setup, instants = prepare(settings), random.Random(7)
-    assert setup.engine  # settled before the first birth, as by the process that learners come from
+    assert setup.compute.engine  # settled before the first birth, as by the process that learners come from
     log = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for life in range(kills):
         killed(setup, tmp_path, log, after_s=instants.uniform(0, 0.05), training=life % 4 > 0)

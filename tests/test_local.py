@@ -6,9 +6,8 @@ import itertools
 import json
 import math
 import os
-import random
+import shutil
 import statistics
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,22 +17,24 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from adp2sgd.cli.liveview import _Lines, row
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds, Topology
 from adp2sgd.data.records import Records
-from adp2sgd.engine import learner_checkpoint, simulate
+from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine import simulate
 from adp2sgd.engine.evaluate import average, consensus
-from adp2sgd.engine.exchanger import OBSERVER, Exchanger, Place
-from adp2sgd.engine.keeper import Keeper
-from adp2sgd.engine.liveview import _Lines, row
-from adp2sgd.engine.local import train
-from adp2sgd.engine.observer import Observer
+from adp2sgd.engine.processes.background import Background
+from adp2sgd.engine.processes.control import Control, line_of
+from adp2sgd.engine.processes.observer import Observer
+from adp2sgd.engine.processes.train import train
+from adp2sgd.engine.processes.worker import Worker
 from adp2sgd.engine.setup import prepare
-from adp2sgd.engine.worker import Worker
+from adp2sgd.engine.status import LearnerStatus, RunStatus
 from adp2sgd.errors import ConfigError, DivergedError, RunError
-from adp2sgd.exchange.protocol import MESSAGES
-from adp2sgd.exchange.shared import SLOTS, Inbox, Layout, Memory, Outbox, Post, decode, encode
-from adp2sgd.progress import Count
-from adp2sgd.record import Folder, Point, Run, read_result
+from adp2sgd.exchange.shared import Post, SharedCarrier, make_mail
+from adp2sgd.exchange.slots import SLOTS, Layout
+from adp2sgd.progress import Count, Key
+from adp2sgd.run_folder import Folder, Point, Run, read_result
 from adp2sgd.task import Task, cross_entropy, resolve
 from conftest import adp2sgd, make_learner
 
@@ -52,202 +53,54 @@ SLEEPY = Config(
 )
 
 
-# ---------------------------------------------------------------- the carrier
-
-
-def test_messages_survive_the_wire() -> None:
-    progress = {(0, 0): Count(5), (3, 70_000): Count(2**40, True)}
-    for kind in MESSAGES.values():
-        sent = kind(sender=3, receiver=1, initiator=3, number=2**33 + 7, progress=progress)
-        found = decode(encode(sent, 2, 9))
-        assert type(found.message) is kind
-        assert (found.message.sender, found.message.number, found.slot, found.sequence) == (3, 2**33 + 7, 2, 9)
-        assert found.message.progress == progress
-    assert decode(b'{"do": "go"}').message is None
-
-
-def test_a_slot_is_used_again_only_when_released_or_overdue_and_late_readers_notice() -> None:
-    learner = make_learner(0)
-    layout = Layout(3, torch.float64)
-    descriptors = [layout.create(k) for k in range(2)]
-    outbox = Outbox(Memory(descriptors[0], layout), learner, patience_s=60.0)
-    inbox = Inbox(descriptors, layout, torch.device("cpu"))
-    for _ in range(SLOTS):
-        outbox.take()
-    assert outbox.free == []
-    inbox.memory(0).release(1, inbox.memory(0).sequence(1))
-    assert outbox.free == [1]
-    hello = MESSAGES["Answer"](sender=0, receiver=1, initiator=1, number=1)
-    message = inbox.open(hello, 2, 1)
-    assert message is not None
-    assert message.intact is not None
-    assert message.intact()
-    outbox.take()
-    assert outbox.slot == 1
-    outbox._taken[2] = -1e9  # its reader was silent for too long
-    outbox.take()
-    assert outbox.slot == 2
-    assert not message.intact()
-    assert not make_learner(1).mix(torch.zeros(3, dtype=torch.float64), message.snapshot, message.intact)
-    assert inbox.open(hello, 2, 1) is None
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-@pytest.mark.processes
-def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus(tmp_path: Path) -> None:
-    """Four exchange threads with real sockets and shared memory, models of several blocks, and updates meanwhile."""
-    task, learners = resolve("quadratic", {"records": 8, "dimension": 300_000}), 4
-    members = [make_learner(k, task) for k in range(learners)]
-    for k, learner in enumerate(members):
-        learner.state.normal_(generator=torch.Generator().manual_seed(k))
-    before = sum(learner.state.clone() for learner in members)
-    spread = float(torch.stack([learner.state for learner in members]).var(dim=0).mean())
-    layout, mail = Layout(300_000, torch.float64), tmp_path
-    descriptors = [layout.create(k) for k in range(learners)]
-    posts = [Post(mail, str(k)) for k in range(learners)]
-    threads = [
-        Exchanger(
-            Place(learner=k, start=0, mail=str(mail), descriptors=descriptors),
-            members[k],
-            posts[k],
-            target_steps=10**9,
-            report=dict,
-        )
-        for k in range(learners)
-    ]
-    for thread in threads:
-        thread.start()
-    draw = random.Random(0)
-    for _ in range(80):  # two askers at a time, so that some are answered `busy` and most are not
-        for asker in draw.sample(range(learners), 2):
-            threads[asker].want(draw.choice([k for k in range(learners) if k != asker]))
-        for _ in range(10):
-            time.sleep(0.001)
-            for learner in members:
-                with learner._mutex:
-                    learner.state.add_(0.01)  # small beside the spread: an exchange may fall between two updates
-    for thread in threads:
-        thread.close()
-    tallies = [thread.exchange.tally for thread in threads]
-    assert sum(tally.completed for tally in tallies) > 40
-    assert sum(tally.completed for tally in tallies) % 2 == 0
-    assert not any(tally.halves or tally.unconfirmed for tally in tallies)
-    updates = 0.01 * learners * 80 * 10
-    assert torch.allclose(sum(learner.state for learner in members), before + updates, rtol=0, atol=1e-8)
-    assert float(torch.stack([learner.state for learner in members]).var(dim=0).mean()) < 0.1 * spread
-    for post, descriptor in zip(posts, descriptors, strict=True):
-        post.close()
-        os.close(descriptor)
-
-
-@pytest.mark.parametrize("then", ["look", "leave"])
-def test_what_an_exchange_still_needs_is_not_overwritten(then: str, tmp_path: Path) -> None:
-    """A look at the responder arrives before the commit that uses its slot; or the initiator leaves right after it."""
-    members, mail = [make_learner(0), make_learner(1)], tmp_path
-    layout = Layout(len(members[0].state), members[0].state.dtype)
-    descriptors = [layout.create(k) for k in (0, 1)]
-    posts, observer = [Post(mail, str(k)) for k in (0, 1)], Post(mail, OBSERVER)
-    places = [Place(learner=k, start=0, mail=str(mail), descriptors=descriptors) for k in (0, 1)]
-    sides = [Exchanger(places[k], members[k], posts[k], target_steps=10**9, report=dict) for k in (0, 1)]
-
-    def work(k: int) -> None:
-        for data in posts[k].receive():
-            sides[k]._handle(decode(data))
-
-    members[0].state.fill_(0.0)
-    members[1].state.fill_(1.0)
-    sides[0].want(1)
-    sides[0]._begin()
-    work(1)  # answers with its snapshot
-    members[1].state.add_(10.0)  # its training goes on
-    if then == "look":
-        observer.send("1", json.dumps({"do": "show", "number": 1}).encode())
-    work(0)  # commits, mixes, releases the responder's slot
-    if then == "leave":
-        slot = sides[0].leave()
-        assert torch.equal(Memory(descriptors[0], layout).slots[slot], members[0].state)
-    work(1)
-    assert torch.equal(members[0].state + members[1].state, torch.full_like(members[0].state, 11.0))
-    assert sides[1].exchange.tally.completed == 1
-    for each in (*posts, observer):
-        each.close()
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-@pytest.mark.processes
-def test_training_goes_on_while_a_partner_is_silent(tmp_path: Path) -> None:
-    """A partner whose queue takes messages and never answers: `want` returns at once, and the exchange expires."""
-    learner, mail = make_learner(0), tmp_path
-    layout = Layout(3, torch.float64)
-    descriptors = [layout.create(k) for k in range(2)]
-    posts = [Post(mail, str(k)) for k in range(2)]
-    place = Place(learner=0, start=0, mail=str(mail), descriptors=descriptors)
-    thread = Exchanger(place, learner, posts[0], target_steps=10**9, report=dict)
-    thread.deadline_s = 0.1
-    thread.start()
-    before = time.monotonic()
-    for _ in range(50):
-        thread.want(1)
-        learner.begin()
-        learner.update(learner.gradient())
-        time.sleep(0.01)
-    thread.close()
-    assert learner.steps == 50
-    assert 2 <= thread.exchange.tally.expired <= 1 + (time.monotonic() - before) / 0.1
-    assert threading.active_count() == 1
-    for post, descriptor in zip(posts, descriptors, strict=True):
-        post.close()
-        os.close(descriptor)
-
-
 # ---------------------------------------------------------------- θ while the learners train
 
 
 def test_a_look_at_theta_is_the_average_of_the_states_and_no_exchange(tmp_path: Path) -> None:
-    """Four learners that rest. Then one has no room at first, one has no model yet, and one is gone."""
+    """Four learners that rest. Then one has no model yet, and one is gone."""
     setup = prepare(SLEEPY.replace(options={"records": 200, "dimension": 5000}))
-    members = [make_learner(k, setup.task) for k in range(4)]
-    for k, learner in enumerate(members):
+    learners = [make_learner(k, setup.task) for k in range(4)]
+    for k, learner in enumerate(learners):
         learner.state.normal_(mean=100.0, generator=torch.Generator().manual_seed(k))
         for _ in range(k):
             learner.progress.advance()
-    layout, mail = Layout(5000, torch.float64), tmp_path
+    layout, mail = Layout(5000, torch.float64), make_mail()
     descriptors = [layout.create(k) for k in range(4)]
-    posts = [Post(mail, str(k)) for k in range(4)]
-    places = [Place(learner=k, start=0, mail=str(mail), descriptors=descriptors) for k in range(4)]
-    threads = [Exchanger(places[k], members[k], posts[k], target_steps=10**9, report=dict) for k in range(4)]
-    folder = Folder.create(tmp_path / "run", setup.config)
-    observer = Observer(setup, folder, str(mail), descriptors, layout, curve=[], notes=[], clock=lambda: 7.0)
-    for thread in threads:
+    carriers = [SharedCarrier(each, Post(mail, str(each.number)), descriptors) for each in learners]
+    lines, lost = [Post(mail, line_of(k)) for k in range(4)], set[int]()
+
+    def control(k: int) -> Control:
+        def show() -> tuple[int, dict[Key, Count]] | None:
+            return None if k in lost else (carriers[k].show(), learners[k].progress.counts())
+
+        return Control(lines[k], report=lambda: (LearnerStatus(learner=k), 0), show=show, on_over=lambda: None)
+
+    controls = [control(k) for k in range(4)]
+    folder = Folder.create(tmp_path / "run", setup.plan.config)
+    observer = Observer(setup, folder, mail, descriptors, layout, curve=[], notes=[], clock=lambda: 7.0)
+    for thread in controls:
         thread.start()
-    found, states = observer.gather(), [learner.state for learner in members]
+    found, states = observer.gather(), [learner.state for learner in learners]
     assert torch.allclose(found.theta, average(states), rtol=1e-14)
     assert found.consensus == pytest.approx(consensus(states, average(states)), rel=1e-9)
     assert (found.learners, found.seconds, found.counts[3, 0]) == (4, 7.0, 3)
-    assert all(len(thread._outbox.free) == SLOTS for thread in threads)
-    assert not any(thread.exchange.tally.bytes_sent or thread.exchange.tally.completed for thread in threads)
+    assert all(carrier.room == SLOTS for carrier in carriers)
 
-    for _ in range(SLOTS - 1):  # the first has one slot left, which a commit may need
-        threads[0]._outbox.take()
-    release = threading.Timer(0.1, threads[0]._outbox.take_back)
-    release.start()
-    threads[1].exchange.lost = True
-    threads[2].close()
-    posts[2].close()
+    lost.add(1)
+    controls[2].close()
+    lines[2].close()
     observer._patience_s = 0.5
     fewer = observer.gather()
     assert torch.allclose(fewer.theta, average([states[0], states[3]]), rtol=1e-14)
     assert fewer.learners == 2
-    assert threads[0]._outbox.memory.sequence(SLOTS - 1) == 0
-    release.join()
     for k in (0, 1, 3):
-        threads[k].close()
-        posts[k].close()
+        controls[k].close()
+        lines[k].close()
     observer.close()
-    for descriptor in descriptors:
-        os.close(descriptor)
+    for k in range(4):
+        carriers[k].close()
+        os.close(descriptors[k])
+    shutil.rmtree(mail)
 
 
 def events(folder: Path) -> list[Point]:
@@ -287,7 +140,7 @@ def assert_whole(run: Run, folder: Path) -> None:
 def test_the_curve_of_adpsgd_grows_while_the_learners_train(tmp_path: Path) -> None:
     seen: list[int] = []
     settings = SLEEPY.replace(epochs=6, evaluate_every=0.5, speeds=Speeds(step_s=0.1, pad=True))
-    run = train(settings, tmp_path / "run", on_status=lambda supervisor: seen.append(len(supervisor.curve)))
+    run = train(settings, tmp_path / "run", on_status=lambda run: seen.append(len(run.curve)))
     assert_whole(run, tmp_path / "run")
     assert len(run.curve) >= 6
     assert set(range(len(run.curve))) <= set(seen)  # one by one, the last one apart
@@ -353,7 +206,7 @@ def test_a_task_that_fails_in_passing_costs_the_points_and_not_the_run(
     def fails(*_: object) -> None:
         raise RuntimeError("out of memory\nin many lines")
 
-    monkeypatch.setattr("adp2sgd.engine.observer.evaluate", fails)
+    monkeypatch.setattr("adp2sgd.engine.processes.observer.evaluate", fails)
     slow = Speeds(step_s=0.2, pad=True)  # so that an evaluation falls due well before the end
     run = train(SLEEPY.replace(epochs=1, evaluate_every=0.1, speeds=slow), tmp_path / "run")
     assert len(run.curve) == 1
@@ -436,7 +289,7 @@ def test_spent_budgets_end_the_run_and_the_learners_go_on_averaging_until_then(t
         topology=Topology(partner="sender-receiver"),
     )
     seen: set[str] = set()
-    run = train(settings, tmp_path / "run", on_status=lambda s: seen.update(seat.state for seat in s.seats))
+    run = train(settings, tmp_path / "run", on_status=lambda run: seen.update(each.state for each in run.learners))
     assert "averaging" in seen
     assert run.global_steps < 750
     for each in run.learners:
@@ -475,7 +328,7 @@ def test_a_run_that_diverges_in_its_last_steps_is_no_success(tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-def test_the_keeper_writes_the_snapshot_and_survives_a_look_that_fails(
+def test_the_background_thread_writes_the_snapshot_and_survives_a_look_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state itself may be half-summed, as within an all-reduce; and the second model may find no memory."""
@@ -485,23 +338,24 @@ def test_the_keeper_writes_the_snapshot_and_survives_a_look_that_fails(
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("adp2sgd.engine.keeper.evaluate", fail)
+    monkeypatch.setattr("adp2sgd.engine.processes.background.evaluate", fail)
     (tmp_path / "run").mkdir()
     folder = Folder(tmp_path / "run")
-    setup = SimpleNamespace(task=learner._task, device="cpu", seed=0, private=False)
+    site = SimpleNamespace(task=learner._task, plan=SimpleNamespace(seed=0, private=False))
     counts = {(0, 0): Count(7)}
-    keeper = Keeper(setup, learner, folder, {"start": 0}, snapshot=whole.clone, counts=lambda: counts)  # type: ignore[arg-type]
-    keeper.start()
-    keeper.evaluate()
+    compute = SimpleNamespace(device="cpu")
+    background = Background(site, compute, learner, folder, snapshot=whole.clone, counts=lambda: counts)  # type: ignore[arg-type]
+    background.start()
+    background.evaluate()
     deadline = time.monotonic() + 10
-    while keeper.trouble is None and time.monotonic() < deadline:
+    while background.trouble is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert keeper.trouble == "its own looks at held-out records fail (out of memory)"
-    keeper.log([{"step": 1}])
-    keeper.checkpoint()
+    assert background.trouble == "its own looks at held-out records fail (out of memory)"
+    background.log([{"step": 1}])
+    background.checkpoint()
     while not (tmp_path / "run/learner-0/checkpoint.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    keeper.close(checkpoint=False)
+    background.close(checkpoint=False)
     assert torch.equal(load_file(tmp_path / "run/learner-0/checkpoint.safetensors")["weights"], whole)
     saved = learner_checkpoint.load(folder, 0)
     assert saved is not None
@@ -558,9 +412,9 @@ def test_the_live_view_names_every_learners_state() -> None:
     rows: list[tuple[str, ...]] = []
     lines = _Lines(lambda text, **_: said.append(text))
 
-    def watch(supervisor: object) -> None:
-        lines(supervisor)  # type: ignore[arg-type]
-        rows[:] = [row(seat) for seat in supervisor.seats]  # type: ignore[attr-defined]
+    def watch(run: RunStatus) -> None:
+        lines(run)
+        rows[:] = [row(each) for each in run.learners]
 
     train(
         SLEEPY.replace(learners=2, epochs=2, speeds=Speeds(step_s=0.02, pad=True), evaluate_every=0.5), on_status=watch

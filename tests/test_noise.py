@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from adp2sgd.errors import PrivacyError, RunError
-from adp2sgd.privacy.noise import GRID_BITS, PIECE, NoiseSource
+from adp2sgd.randomness.noise import GRID_BITS, PIECE, NoiseSource
 
 FALSE_ALARM = 1e-3  # of each statistical test below, had its seed not been fixed
 
@@ -140,7 +140,7 @@ def test_fresh_sources_share_nothing_across_processes_and_starts():
     first = NoiseSource.fresh()
     assert not first.seeded
     assert first.name == "AES-256-CTR, operating-system entropy"
-    script = "from adp2sgd.privacy.noise import NoiseSource as N; print(N.fresh().normal(1).item())"
+    script = "from adp2sgd.randomness.noise import NoiseSource as N; print(N.fresh().normal(1).item())"
     starts = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in "12"]
     draws = [float(start.stdout) for start in starts]
     draws += [first.normal(1).item(), first.normal(1).item(), NoiseSource.fresh().normal(1).item()]

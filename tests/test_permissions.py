@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from adp2sgd.config import Config, Privacy
-from adp2sgd.engine.local import train
-from adp2sgd.engine.simulate import simulate
+from adp2sgd.engine.processes.train import train
+from adp2sgd.engine.simulation.simulate import simulate
 from adp2sgd.files import replacing
 
 PUBLIC = {"config.toml", "result.json", "model.safetensors"}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,8 @@ from adp2sgd.config import Config, Data, Optimizer, Privacy, Speeds
 from adp2sgd.data import heart, table
 from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate, train
-from adp2sgd.engine.fit import check_privacy
-from adp2sgd.engine.setup import make_learner, prepare
+from adp2sgd.engine.setup import prepare
+from adp2sgd.engine.validate import validate
 from adp2sgd.errors import Adp2sgdError, ConfigError, DataError, PrivacyError, RunError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
@@ -35,7 +36,7 @@ from adp2sgd.gradient.privatize import PrivateStep
 from adp2sgd.privacy import ledger
 from adp2sgd.privacy.accountant import epsilon
 from adp2sgd.privacy.mechanism import SampledGaussian
-from adp2sgd.privacy.noise import NoiseSource
+from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.task import cross_entropy
 from conftest import adp2sgd
 
@@ -463,7 +464,7 @@ class Dropping(nn.Module):
         self.drop, self.head = nn.Dropout(0.5), nn.Linear(6, 2)
 
     def forward(self, x):
-        real = self.drop.p > 0 and len(x) > 4  # not of the checks, nor more than the synthetic records of the engine
+        real = self.drop.p > 0 and len(x) > 5  # not of the checks, nor more than the synthetic records of the engine
         if self.training and real and "ADP2SGD_TEST_DRAWN" in os.environ:
             with open(os.environ["ADP2SGD_TEST_DRAWN"], "a") as file:
                 print(os.getpid(), torch.initial_seed(), file=file)
@@ -546,7 +547,7 @@ def test_what_is_refused_does_not_depend_on_a_record() -> None:
 
     given = setup.task.train
     marked = replace(setup.task, prepare=watching, train=Records(torch.full_like(given.inputs, 777.0), given.targets))
-    check_privacy(PRIVATE, marked, setup.model, setup.shards)
+    validate(setup.plan, marked, setup.compute.model, [len(rows) for rows in setup.shards])
     assert len(seen) > 1
     assert not any(bool((rows == 777.0).any()) for rows in seen)
 
@@ -587,14 +588,14 @@ def test_a_neighbours_weights_do_not_choose_the_engine(tmp_path: Path, monkeypat
     made = prepare(PRIVATE.replace(task="adp2sgd_test_tasks:time_first", options={}))
     (tmp_path / "learner").mkdir()
     with pytest.warns(UserWarning, match="Functional"):
-        learner = make_learner(made, 0, tmp_path / "learner")
+        learner = made.learner(0, tmp_path / "learner")
     mine, theirs = learner.snapshot(), learner.snapshot()
-    made.model.named_views(theirs)["inner.bias"].fill_(-1e6)
+    made.compute.model.named_views(theirs)["inner.bias"].fill_(-1e6)
     learner.mix(mine, 2 * theirs - mine)
     learner.begin()
     learner.update(learner.gradient())
-    assert isinstance(made.engine, choose.Automatic)
-    assert made.engine.chosen is made.engine.functional
+    assert isinstance(made.compute.engine, choose.Automatic)
+    assert made.compute.engine.chosen is made.compute.engine.functional
     assert learner.budget is not None
     learner.budget.close()
 
@@ -624,22 +625,18 @@ def test_errors_of_our_own_kind_are_withheld_too(tmp_path: Path, monkeypatch: py
 
 
 def test_no_warning_tells_how_many_records_were_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a model that takes larger batches in parts comes before the first batch; where one is larger than any
-    that was tried, its size is not told."""
+    """That of a model that takes larger batches in parts comes before the first batch, and names no size."""
     own_tasks(tmp_path, monkeypatch)
     settings = PRIVATE.replace(task="adp2sgd_test_tasks:in_parts", options={}, epochs=1.0)
     made = prepare(settings)
-    with pytest.warns(UserWarning, match="Functional engine: .* which are not 38 records"):  # 20 and four deviations
-        chosen = made.engine
+    with pytest.warns(UserWarning, match="Functional engine: split may mix the records of a batch"):
+        chosen = made.compute.engine
     assert isinstance(chosen, choose.Automatic)
     assert chosen.chosen is chosen.functional
-    engine = choose.Automatic(made.model, made.task.loss, expected=4.0)
-    inputs, targets = torch.zeros(17, 6), torch.zeros(17, dtype=torch.long)
-    engine.settle(inputs[:0], targets[:0])
-    assert engine.chosen is engine.bookkeeping
-    with pytest.warns(UserWarning, match="slower Loop engine") as told:
-        engine.clipped_sum(inputs, targets, 1.0)
-    assert "17" not in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in (1, 17, 33):
+            chosen.clipped_sum(torch.zeros(size, 6), torch.zeros(size, dtype=torch.long), 1.0)
 
 
 def test_parameters_in_half_precision_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -667,7 +664,7 @@ def test_gradients_are_taken_in_training_mode_also_after_an_evaluation(monkeypat
 
 def test_digits_learn_privately() -> None:
     """The README's claim: 4 learners, at least 88 % at ε ≤ 3.3 and δ = 1e-4."""
-    from adp2sgd.demo import PRIVATE_DIGITS
+    from adp2sgd.cli.demo import PRIVATE_DIGITS
 
     run = simulate(PRIVATE_DIGITS)
     assert run.guarantee["epsilon"] <= 3.3

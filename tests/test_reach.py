@@ -17,12 +17,13 @@ import torch
 
 from adp2sgd.config import Config, Optimizer, Speeds
 from adp2sgd.engine import simulate
-from adp2sgd.engine.local import train
-from adp2sgd.engine.supervisor import Supervisor
+from adp2sgd.engine.processes.train import train
+from adp2sgd.engine.status import RunStatus
 from adp2sgd.errors import ConfigError
 from adp2sgd.exchange.assembly import Assembly, StrandedError
-from adp2sgd.exchange.shared import Layout, Post, make_mail
-from adp2sgd.record import Folder
+from adp2sgd.exchange.shared import Post, make_mail
+from adp2sgd.exchange.slots import Layout
+from adp2sgd.run_folder import Folder
 
 LISTENS = "0A"  # a TCP socket's state in /proc/net/tcp
 NOBODY = 65_534
@@ -102,8 +103,8 @@ def test_every_socket_of_a_run_is_the_owners_alone(algorithm: str, tmp_path: Pat
     """All processes of a run, while they train: TCP, UDP, raw and Unix sockets, abstract names among them."""
     before, mails, looks = inodes(os.getpid()), set(), []
 
-    def look(supervisor: Supervisor) -> None:
-        if looks or supervisor.global_steps < 20:
+    def look(run: RunStatus) -> None:
+        if looks or run.global_steps < 20:
             return
         members = family()
         own = set().union(*map(inodes, members)) - before
@@ -117,7 +118,7 @@ def test_every_socket_of_a_run_is_the_owners_alone(algorithm: str, tmp_path: Pat
 
     train(SLEEPY.replace(algorithm=algorithm), tmp_path / "run", on_status=look)
     (members, found), (mail,) = looks[0], mails
-    assert members >= 2 + SLEEPY.learners  # this process, the nursery, the learners
+    assert members >= 2 + SLEEPY.learners  # this process, the fork server, the learners
     assert {"supervisor", "0", "1", "2"} <= {Path(name).name for name in found["unix"]}
     assert all(ipaddress.ip_address(each).is_loopback for each in found["internet"])
     assert not mail.exists()  # nothing is left behind

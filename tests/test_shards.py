@@ -14,7 +14,7 @@ from adp2sgd.data import shards
 from adp2sgd.data.batches import PoissonBatches, ReshuffledBatches
 from adp2sgd.data.records import Records
 from adp2sgd.errors import ConfigError, DataError
-from adp2sgd.privacy.streams import Streams
+from adp2sgd.randomness.streams import Streams
 
 
 def records(count: int, classes: int = 5, sites: int = 0) -> Records:

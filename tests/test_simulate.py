@@ -21,15 +21,17 @@ import torch
 from safetensors.torch import load_file
 
 from adp2sgd import config, load_model, topology
+from adp2sgd.cli.view import print_run
 from adp2sgd.config import Config, Data, Network, Optimizer, Speeds, Topology
 from adp2sgd.engine import simulate, train
 from adp2sgd.engine.setup import prepare
-from adp2sgd.engine.simulate import Asynchronous, Simulation, Status
+from adp2sgd.engine.simulation.simulate import Asynchronous, Simulation
+from adp2sgd.engine.status import RunStatus
 from adp2sgd.errors import ConfigError, DivergedError, InterruptedRunError, RunError
-from adp2sgd.exchange.protocol import Exchange
-from adp2sgd.record import Folder, read_result
+from adp2sgd.exchange.memory import MemoryCarrier, Pool
+from adp2sgd.exchange.protocol import Exchange, Message
+from adp2sgd.run_folder import Folder, read_result
 from adp2sgd.task import resolve
-from adp2sgd.view import print_run
 from conftest import adp2sgd, make_learner
 
 
@@ -89,7 +91,7 @@ def test_the_simulator_is_algorithm_1(number: int, tmp_path: Path) -> None:
         member.learner.state.copy_(torch.from_numpy(state))
         member.learner.begin()
     schedule: list[dict[str, object]] = []
-    while simulation.global_steps < simulation.setup.target_steps:
+    while simulation.global_steps < simulation.setup.plan.target_steps:
         worker = simulation.heap[0][2].learner
         member = simulation.members[worker]
         asked = member.exchange.number
@@ -123,17 +125,17 @@ def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) 
     tensors, _ = Folder.open(tmp_path / "run").load_tensors("learner-0/checkpoint.safetensors")
     setup = prepare(settings)
     reference = setup.task.model()
-    reference.load_state_dict(setup.model.module.state_dict())
+    reference.load_state_dict(setup.compute.model.module.state_dict())
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     batches = make_learner(0, setup.task)._batches
     batches.rate, batches._streams = 32 / len(setup.task.train), type(batches._streams)(4, 0)
-    for step in range(setup.target_steps):
+    for step in range(setup.plan.target_steps):
         batch = setup.task.train.take(setup.shards[0]).take(batches.draw(step))
         optimizer.zero_grad()
         setup.task.loss(reference(setup.task.prepare(batch.inputs)), batch.targets).sum().backward()
         for parameter in reference.parameters():
             parameter.grad /= 32
-        optimizer.param_groups[0]["lr"] = 0.1 if step / setup.steps_per_epoch < 1 else 0.05
+        optimizer.param_groups[0]["lr"] = 0.1 if step / setup.plan.steps_per_epoch < 1 else 0.05
         optimizer.step()
     flat = torch.cat([p.detach().flatten() for p in reference.parameters()])
     assert torch.equal(tensors["weights"], flat)
@@ -149,7 +151,14 @@ def test_one_exchange_contracts_the_second_eigenvector_by_rho(graph: str, learne
     values, vectors = np.linalg.eigh(built.expected_square())
     vector = torch.from_numpy(vectors[:, -2].copy())
     task = resolve("quadratic", {"records": 8, "dimension": 1})
-    exchanges = [Exchange(make_learner(k, task)) for k in range(learners)]
+    pool = Pool()
+
+    def post(message: Message) -> None:
+        """A free network. The step counts play no part here and only cost time."""
+        exchanges[message.receiver].receive(replace(message, progress={}))
+
+    members = [make_learner(k, task) for k in range(learners)]
+    exchanges = [Exchange(learner, MemoryCarrier(learner, post, pool)) for learner in members]
     starters = [k for k in range(learners) if built.neighbours[k]]
     stream, lost = random.Random(7), []
     for _ in range(12_000):
@@ -157,17 +166,11 @@ def test_one_exchange_contracts_the_second_eigenvector_by_rho(graph: str, learne
         j = built.draw_partner(k, stream)
         for end in (k, j):
             exchanges[end].learner.state.fill_(float(vector[end]))
-        message = exchanges[k].ask(j)
-        while message is not None:
-            message = exchanges[message.receiver].receive(replace_progress(message))
+        assert exchanges[k].ask(j)
         after = [float(exchanges[end].learner.state) for end in (k, j)]
         lost.append(float(vector[k] ** 2 + vector[j] ** 2) - sum(x * x for x in after))
     assert abs(np.std(lost) / math.sqrt(len(lost)) / np.mean(lost)) < 0.0125
     assert np.mean(lost) == pytest.approx(1 - values[-2], rel=0.05)
-
-
-def replace_progress(message):  # type: ignore[no-untyped-def]
-    return replace(message, progress={})  # the step counts play no part here and only cost time
 
 
 # ---------------------------------------------------------------- virtual time
@@ -444,7 +447,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path: Path) -
     whole = simulate(settings, tmp_path / "whole")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def fill(status: Status) -> None:
+    def fill(status: RunStatus) -> None:
         if status.epoch > 2.5:  # writes of more than this then fail
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
 
@@ -460,7 +463,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path: Path) -
 def test_what_cannot_be_written_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Config(task="digits/mlp", learners=2, epochs=1, seed=0, device="cpu", checkpoint_every=0.2)
 
-    def stop(status: Status) -> None:
+    def stop(status: RunStatus) -> None:
         if status.epoch > 0.5:
             raise KeyboardInterrupt
 
@@ -472,7 +475,7 @@ def test_what_cannot_be_written_is_not_resumed(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_run_without_a_folder_promises_nothing(quadratic_config: Config) -> None:
-    def stop(status: Status) -> None:
+    def stop(status: RunStatus) -> None:
         raise InterruptedRunError("go on with --resume somewhere")
 
     with pytest.raises(InterruptedRunError, match="nothing of it is kept") as caught:

@@ -24,10 +24,10 @@ from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
 from adp2sgd.data.feed import Ahead, Feed, Resident, feed
 from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate
-from adp2sgd.engine.fit import check_fit
+from adp2sgd.engine.validate import check_fit
 from adp2sgd.errors import ConfigError, DataError, DivergedError, PrivacyError
 from adp2sgd.flat import FlatModel
-from adp2sgd.privacy.streams import Streams
+from adp2sgd.randomness.streams import Streams
 from adp2sgd.task import IMAGE_MODELS, Task, resolve
 from conftest import ROOT, adp2sgd, make_learner
 from test_data_sources import (
@@ -414,11 +414,11 @@ def test_targets_that_are_no_labels_have_no_accuracy() -> None:
         model=lambda: nn.Linear(3, 1), train=records, test=records, loss=lambda out, y: (out - y)[:, 0].square()
     )
     with pytest.raises(ConfigError, match='metric="loss"'):
-        check_fit(Config(), task, FlatModel(task.model()))
-    check_fit(Config(), replace(task, metric="loss"), FlatModel(task.model()))
+        check_fit(task, FlatModel(task.model()), private=False)
+    check_fit(replace(task, metric="loss"), FlatModel(task.model()), private=False)
     whole = Records(records.inputs, torch.zeros(8))  # a floating type alone is no reason
     two = Task(model=lambda: nn.Linear(3, 2), train=whole, test=whole, loss=lambda out, y: (out[:, 0] - y).square())
-    check_fit(Config(), two, FlatModel(two.model()))
+    check_fit(two, FlatModel(two.model()), private=False)
 
 
 @pytest.mark.parametrize("privacy", [Privacy(), Privacy(mode="private", noise_multiplier=1.0, delta=1e-3)])
@@ -438,7 +438,7 @@ def test_figures_that_would_mean_nothing_are_refused(
     records = Records(torch.randn(8, 3), targets)
     task = Task(model=lambda: nn.Linear(3, outputs), train=records, test=records, loss=loss)
     with pytest.raises(ConfigError, match=words):
-        check_fit(Config(privacy=privacy), task, FlatModel(task.model()))
+        check_fit(task, FlatModel(task.model()), private=privacy.mode == "private")
 
 
 def test_outputs_that_are_no_tensor_have_no_accuracy() -> None:
@@ -450,21 +450,20 @@ def test_outputs_that_are_no_tensor_have_no_accuracy() -> None:
     task = Task(
         model=lambda: Pair(3, 2), train=records, test=records, loss=lambda out, y: out[0].square().sum(1), metric="loss"
     )
-    check_fit(Config(), task, FlatModel(task.model()))
+    check_fit(task, FlatModel(task.model()), private=False)
     with pytest.raises(ConfigError, match="a tuple of outputs has no accuracy"):
-        check_fit(Config(), replace(task, metric="accuracy"), FlatModel(task.model()))
+        check_fit(replace(task, metric="accuracy"), FlatModel(task.model()), private=False)
 
 
 def test_private_mode_tells_nothing_of_records_that_do_not_fit() -> None:
     """And looks at held-out ones only."""
     wrong = Records(torch.randn(8, 3), torch.full((8,), 77))
     right = Records(torch.randn(8, 3), torch.zeros(8, dtype=torch.long))
-    private = Config(privacy=Privacy(mode="private", noise_multiplier=1.0, delta=1e-3))
     task = Task(model=lambda: nn.Linear(3, 2), train=right, test=wrong)
     with pytest.raises(ConfigError, match="do not fit") as caught:
-        check_fit(private, task, FlatModel(task.model()))
+        check_fit(task, FlatModel(task.model()), private=True)
     assert "77" not in str(caught.value)
-    check_fit(private, replace(task, train=wrong, test=right), FlatModel(task.model()))
+    check_fit(replace(task, train=wrong, test=right), FlatModel(task.model()), private=True)
 
 
 def needy(*, size: int) -> Task:

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from adp2sgd import load_model, loads
-from adp2sgd.config import Config, FromFile, fingerprint, naming
-from adp2sgd.engine import life, simulate
-from adp2sgd.engine.simulate import Status
-from adp2sgd.errors import ConfigError, RunError
-from adp2sgd.record import Folder
+from adp2sgd.config import Config, FromFile, naming
+from adp2sgd.engine import simulate
+from adp2sgd.engine.status import RunStatus
+from adp2sgd.errors import ConfigError
+from adp2sgd.run_folder import Folder
 from adp2sgd.task import Task, resolve
 from conftest import ROOT, adp2sgd
 from test_cli import Command
@@ -140,7 +140,7 @@ def test_code_that_the_caller_names_is_imported(place: Path) -> None:
 
 
 def test_an_interrupted_run_goes_on_only_with_the_callers_word(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(status: Status) -> None:
+    def stop(status: RunStatus) -> None:
         if status.global_steps == 8:
             raise KeyboardInterrupt
 
@@ -164,20 +164,6 @@ def test_learners_follow_the_decision_of_the_caller(place: Path) -> None:
     done = adp2sgd("train", "run.toml", "--trust", "own_code:blobs", "--out", "here", "--quiet", cwd=place)
     assert done.returncode == 0, done.stderr
     assert (place / "here/result.json").exists()
-
-
-def test_a_learner_refuses_a_configuration_that_was_changed_meanwhile(tmp_path: Path) -> None:
-    settings = Config(**SETTINGS)
-    folder = Folder.create(tmp_path / "run", settings)
-    checked = life._checked(folder, fingerprint(settings))
-    assert (checked, type(checked.task)) == (settings, str)
-    same = settings.replace(options={"b": 2.0, "a": {"c": [1]}})
-    assert fingerprint(same) == fingerprint(loads(settings.replace(options={"a": {"c": (1,)}, "b": 2}).to_toml()))
-    text = (tmp_path / "run/config.toml").read_text()
-    for old, new in (("own_code:blobs", "os:system"), ("batch_size = 20", "batch_size = 21")):
-        (tmp_path / "run/config.toml").write_text(text.replace(old, new))
-        with pytest.raises(RunError, match=r"config\.toml has changed since the run began; restore it"):
-            life._checked(folder, fingerprint(settings))
 
 
 def test_the_model_of_an_own_task_is_loaded_with_the_task_that_the_caller_names(

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from adp2sgd.config import Config, Data, Network, Optimizer, Privacy, Speeds, Topology, Warmup, load, loads
     from adp2sgd.data.records import Records
-    from adp2sgd.engine.local import train
-    from adp2sgd.engine.setup import load_model
-    from adp2sgd.engine.simulate import simulate
+    from adp2sgd.engine.processes.train import train
+    from adp2sgd.engine.simulation.simulate import simulate
     from adp2sgd.errors import Adp2sgdError
     from adp2sgd.privacy.calibrate import noise_for, steps_for
-    from adp2sgd.record import Run, read_result
+    from adp2sgd.run_folder import Run, load_model, read_result
     from adp2sgd.task import Task
 
 __all__ = [
@@ -43,14 +42,14 @@ __all__ = [
 _HOMES = {
     "Adp2sgdError": "errors",
     "Records": "data.records",
-    "Run": "record",
+    "Run": "run_folder",
     "Task": "task",
-    "load_model": "engine.setup",
+    "load_model": "run_folder",
     "noise_for": "privacy.calibrate",
-    "read_result": "record",
-    "simulate": "engine.simulate",
+    "read_result": "run_folder",
+    "simulate": "engine.simulation.simulate",
     "steps_for": "privacy.calibrate",
-    "train": "engine.local",
+    "train": "engine.processes.train",
 }  # all others: config
 
 

@@ -1,5 +1,5 @@
 """`python -m adp2sgd`."""
 
-from adp2sgd.cli import main
+from adp2sgd.cli.main import main
 
 main()

@@ -6,23 +6,15 @@ default.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import math
-import numbers
-import os
-import re
 import tomllib
-import types
-import typing
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar
 
 from adp2sgd.errors import ConfigError
+from adp2sgd.settings import Section, one_of, plain, put, require, section, shown, value_of
 
 ALGORITHMS = ("adpsgd", "sync")
 PARTNERS = ("neighbour", "sender-receiver")
@@ -35,33 +27,6 @@ LEAST_EPSILON, LEAST_MULTIPLIER = 1e-12, 0.01  # less is a slip: nothing could b
 GRADIENT_ENGINES = ("auto", "loop")
 PRECISIONS = ("float32", "bfloat16")
 SPEEDS = ("constant", "one-slow", "random-slow", "log-normal", "list")
-NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}
-SHORT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")  # .5 and 5., which TOML takes for no numbers
-
-
-def _require(holds: bool, key: str, value: object, fix: str) -> None:
-    if not holds:
-        raise ConfigError(f"{key} = {_show(value)} is not possible; {fix}")
-
-
-def _one_of(key: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{key} = {_show(value)} is unknown; use one of: {', '.join(known)}")
-
-
-def _show(value: object) -> str:
-    """A setting in a message; of an object that no TOML file could hold (it may contain records) only the type."""
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(value) if _is_plain(value) else f"(a {type(value).__name__})"
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_plain(item) for pair in value.items() for item in pair)
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | numbers.Number | os.PathLike)
 
 
 class FromFile(str):
@@ -69,27 +34,6 @@ class FromFile(str):
     string of his own. Copies of a configuration keep the type, because they keep the value."""
 
     __slots__ = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """What all parts of a configuration share: every field has its type, and is checked."""
-
-    WHERE: ClassVar[str] = ""  # before a field's name in messages
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for each in dataclasses.fields(self):
-            value = typed(hints[each.name], getattr(self, each.name), self.WHERE + each.name.rstrip("_"))
-            object.__setattr__(self, each.name, value)
-        self._check()
-
-    def _check(self) -> None:
-        """Refuse what is impossible."""
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked again."""
-        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +49,9 @@ class Topology(Section):
     exchanges: int = 1  # that an initiator starts per step, one after the other
 
     def _check(self) -> None:
-        _one_of("topology.partner", self.partner, PARTNERS)
-        _require(self.exchanges >= 1, "topology.exchanges", self.exchanges, "use at least 1")
-        _require(self.degree >= 1, "topology.degree", self.degree, "use at least 1")
+        one_of("topology.partner", self.partner, PARTNERS)
+        require(self.exchanges >= 1, "topology.exchanges", self.exchanges, "use at least 1")
+        require(self.degree >= 1, "topology.degree", self.degree, "use at least 1")
         if self.edges and self.graph not in ("edges", Topology.graph):
             raise ConfigError(
                 f'topology.edges goes with topology.graph = "edges", not "{self.graph}"; remove one of them'
@@ -126,8 +70,8 @@ class Warmup(Section):
     from_: float = 0.0
 
     def _check(self) -> None:
-        _require(self.epochs >= 0, "optimizer.warmup.epochs", self.epochs, "use 0 or more")
-        _require(0 <= self.from_ <= MOST_RATE, "optimizer.warmup.from", self.from_, "use 0 or more")
+        require(self.epochs >= 0, "optimizer.warmup.epochs", self.epochs, "use 0 or more")
+        require(0 <= self.from_ <= MOST_RATE, "optimizer.warmup.from", self.from_, "use 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +88,12 @@ class Optimizer(Section):
     weight_decay: float = 0.0
 
     def _check(self) -> None:
-        _require(0 < self.lr <= MOST_RATE, "optimizer.lr", self.lr, "use a positive number, like 0.1")
-        _require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "use a number in [0, 1)")
-        _require(0 <= self.weight_decay <= MOST_RATE, "optimizer.weight_decay", self.weight_decay, "use 0 or more")
-        _require(0 < self.decay <= 1, "optimizer.decay", self.decay, "use a number in (0, 1]")
+        require(0 < self.lr <= MOST_RATE, "optimizer.lr", self.lr, "use a positive number, like 0.1")
+        require(0 <= self.momentum < 1, "optimizer.momentum", self.momentum, "use a number in [0, 1)")
+        require(0 <= self.weight_decay <= MOST_RATE, "optimizer.weight_decay", self.weight_decay, "use 0 or more")
+        require(0 < self.decay <= 1, "optimizer.decay", self.decay, "use a number in (0, 1]")
         epochs = [epoch for epoch, _ in self.schedule]
-        _require(
+        require(
             epochs == sorted(epochs) and all(e >= 0 and 0 < lr <= MOST_RATE for e, lr in self.schedule),
             "optimizer.schedule",
             [list(pair) for pair in self.schedule],
@@ -177,9 +121,9 @@ class Data(Section):
     sizes: tuple[float, ...] = ()  # iid: relative sizes of the shards, one per learner; equal if empty
 
     def _check(self) -> None:
-        _one_of("data.partition", self.partition, PARTITIONS)
-        _require(0 < self.alpha <= 1e6, "data.alpha", self.alpha, "use a positive number; 1e6 is as good as iid")
-        _require(all(0 < s < math.inf for s in self.sizes), "data.sizes", list(self.sizes), "use positive numbers")
+        one_of("data.partition", self.partition, PARTITIONS)
+        require(0 < self.alpha <= 1e6, "data.alpha", self.alpha, "use a positive number; 1e6 is as good as iid")
+        require(all(0 < s < math.inf for s in self.sizes), "data.sizes", list(self.sizes), "use positive numbers")
         if self.sizes and self.partition != "iid":
             raise ConfigError(
                 f'data.sizes goes with data.partition = "iid", not "{self.partition}"; remove one of them'
@@ -215,16 +159,16 @@ class Privacy(Section):
     headroom: float = 1.25  # a learner's cap on steps = its planned steps × headroom, unless epsilon and noise fix it
 
     def _check(self) -> None:
-        _one_of("privacy.mode", self.mode, MODES)
-        _one_of("privacy.adjacency", self.adjacency, ADJACENCIES)
-        _one_of("privacy.engine", self.engine, GRADIENT_ENGINES)
-        _require(self.clip_norm > 0, "privacy.clip_norm", self.clip_norm, "use a positive number")
-        _require(1 <= self.headroom < math.inf, "privacy.headroom", self.headroom, "use 1 or more")
-        _require(self.copies >= 1, "privacy.copies", self.copies, "use 1 or more")
-        _require(0 < self.clip_rate < math.inf, "privacy.clip_rate", self.clip_rate, "use a positive number, like 0.2")
+        one_of("privacy.mode", self.mode, MODES)
+        one_of("privacy.adjacency", self.adjacency, ADJACENCIES)
+        one_of("privacy.engine", self.engine, GRADIENT_ENGINES)
+        require(self.clip_norm > 0, "privacy.clip_norm", self.clip_norm, "use a positive number")
+        require(1 <= self.headroom < math.inf, "privacy.headroom", self.headroom, "use 1 or more")
+        require(self.copies >= 1, "privacy.copies", self.copies, "use 1 or more")
+        require(0 < self.clip_rate < math.inf, "privacy.clip_rate", self.clip_rate, "use a positive number, like 0.2")
         fix = f"use a positive number, {LEAST_EPSILON:g} at least"
-        _require(self.epsilon is None or self.epsilon >= LEAST_EPSILON, "privacy.epsilon", self.epsilon, fix)
-        _require(self.sigma is None or self.sigma >= 0, "privacy.sigma", self.sigma, "use 0 or more")
+        require(self.epsilon is None or self.epsilon >= LEAST_EPSILON, "privacy.epsilon", self.epsilon, fix)
+        require(self.sigma is None or self.sigma >= 0, "privacy.sigma", self.sigma, "use 0 or more")
         {"private": self._check_private, "paper": self._check_paper, "none": self._check_none}[self.mode]()
 
     def _check_private(self) -> None:
@@ -234,20 +178,20 @@ class Privacy(Section):
             raise ConfigError('privacy.mode = "private" needs privacy.epsilon or privacy.noise_multiplier; set one')
         if self.noise_multiplier is not None:
             fix = f"no noise gives no guarantee: use a positive number, {LEAST_MULTIPLIER:g} at least"
-            _require(self.noise_multiplier >= LEAST_MULTIPLIER, "privacy.noise_multiplier", self.noise_multiplier, fix)
+            require(self.noise_multiplier >= LEAST_MULTIPLIER, "privacy.noise_multiplier", self.noise_multiplier, fix)
         if self.delta is None:
             raise ConfigError("privacy.delta is missing; set it well below 1/(records of the largest learner)")
-        _require(0 < self.delta < 1, "privacy.delta", self.delta, "use a number in (0, 1), below 1/records")
-        _require(self.runs is None or self.runs >= 1, "privacy.runs", self.runs, "use 1 or more")
+        require(0 < self.delta < 1, "privacy.delta", self.delta, "use a number in (0, 1), below 1/records")
+        require(self.runs is None or self.runs >= 1, "privacy.runs", self.runs, "use 1 or more")
         fix = "it divides the ε of a ledger that lasts over runs: set privacy.ledger, or remove it"
-        _require(self.runs is None or self.ledger is not None, "privacy.runs", self.runs, fix)
+        require(self.runs is None or self.ledger is not None, "privacy.runs", self.runs, fix)
         self._check_adaptive()
 
     def _check_adaptive(self) -> None:
         quantile, noise = self.clip_quantile, self.count_noise
         fix = "use a number between 0 and 1, like 0.5"
-        _require(quantile is None or 0 < quantile < 1, "privacy.clip_quantile", quantile, fix)
-        _require(noise is None or 0 < noise < math.inf, "privacy.count_noise", noise, "use a positive number")
+        require(quantile is None or 0 < quantile < 1, "privacy.clip_quantile", quantile, fix)
+        require(noise is None or 0 < noise < math.inf, "privacy.count_noise", noise, "use a positive number")
         for name in ("count_noise", "clip_rate"):
             if quantile is None and getattr(self, name) != getattr(Privacy, name):
                 raise ConfigError(
@@ -296,11 +240,11 @@ class Speeds(Section):
     pad: bool = False  # real engines: every step takes step_s seconds, as in the simulator
 
     def _check(self) -> None:
-        _one_of("speeds.kind", self.kind, SPEEDS)
-        _require(0 < self.step_s < math.inf, "speeds.step_s", self.step_s, "use a positive number of seconds")
-        _require(0 < self.factor < math.inf, "speeds.factor", self.factor, "use a positive number")
-        _require(0 <= self.spread <= 10, "speeds.spread", self.spread, "use 0 or more, 10 at most")
-        _require(all(0 < v < math.inf for v in self.values), "speeds.values", list(self.values), "use positive numbers")
+        one_of("speeds.kind", self.kind, SPEEDS)
+        require(0 < self.step_s < math.inf, "speeds.step_s", self.step_s, "use a positive number of seconds")
+        require(0 < self.factor < math.inf, "speeds.factor", self.factor, "use a positive number")
+        require(0 <= self.spread <= 10, "speeds.spread", self.spread, "use 0 or more, 10 at most")
+        require(all(0 < v < math.inf for v in self.values), "speeds.values", list(self.values), "use positive numbers")
         if self.values and self.kind != "list":
             raise ConfigError(
                 f'speeds.values goes with speeds.kind = "list", not "{self.kind}"; set that or remove them'
@@ -317,8 +261,8 @@ class Network(Section):
     bandwidth_bps: float = math.inf
 
     def _check(self) -> None:
-        _require(0 <= self.latency_s < math.inf, "network.latency_s", self.latency_s, "use 0 or more seconds")
-        _require(self.bandwidth_bps > 0, "network.bandwidth_bps", self.bandwidth_bps, "use a positive number or inf")
+        require(0 <= self.latency_s < math.inf, "network.latency_s", self.latency_s, "use 0 or more seconds")
+        require(self.bandwidth_bps > 0, "network.bandwidth_bps", self.bandwidth_bps, "use a positive number or inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,15 +289,15 @@ class Config(Section):
     network: Network = field(default_factory=Network)
 
     def _check(self) -> None:
-        _one_of("algorithm", self.algorithm, ALGORITHMS)
-        _one_of("precision", self.precision, PRECISIONS)
-        _require(1 <= self.learners <= 65_535, "learners", self.learners, "use at least 1, and 65,535 at most")
-        _require(0 < self.epochs < math.inf, "epochs", self.epochs, "use a positive number")
-        _require(self.batch_size >= 1, "batch_size", self.batch_size, "use at least 1")
-        _require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "use 0 or more, below 2^63")
-        _require(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "use a positive number of epochs")
-        _require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "use 0 or more epochs")
-        _require(
+        one_of("algorithm", self.algorithm, ALGORITHMS)
+        one_of("precision", self.precision, PRECISIONS)
+        require(1 <= self.learners <= 65_535, "learners", self.learners, "use at least 1, and 65,535 at most")
+        require(0 < self.epochs < math.inf, "epochs", self.epochs, "use a positive number")
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "use at least 1")
+        require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "use 0 or more, below 2^63")
+        require(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "use a positive number of epochs")
+        require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "use 0 or more epochs")
+        require(
             self.speeds.kind != "one-slow" or 0 <= self.speeds.learner < self.learners,
             "speeds.learner",
             self.speeds.learner,
@@ -362,12 +306,12 @@ class Config(Section):
         for key, values in (("speeds.values", self.speeds.values), ("data.sizes", self.data.sizes)):
             needed = bool(values) or (key == "speeds.values" and self.speeds.kind == "list")
             fix = f"give {self.learners} numbers, one per learner"
-            _require(not needed or len(values) == self.learners, key, list(values), fix)
+            require(not needed or len(values) == self.learners, key, list(values), fix)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, defaults included; fields that are unset (None) are left out, as TOML has no null."""
-        plain: dict[str, Any] = _plain(self)
-        return plain
+        tables: dict[str, Any] = plain(self)
+        return tables
 
     def to_toml(self) -> str:
         import tomli_w
@@ -381,11 +325,8 @@ class Config(Section):
             key, found, text = setting.partition("=")
             if not found:
                 raise ConfigError(f'--set {setting} has no "="; write --set a.b=value')
-            _put(raw, key.strip(), _value(text.strip()))
+            put(raw, key.strip(), value_of(text.strip()))
         return from_dict(raw)
-
-
-SectionT = TypeVar("SectionT", bound=Section)
 
 
 def load(path: str | Path) -> Config:
@@ -420,55 +361,9 @@ def naming(config: Config, task: str | None) -> Config:
     return config.replace(task=task)
 
 
-def fingerprint(config: Config) -> str:
-    """Equal for equal configurations: for a process that reads a file which another one has checked."""
-    text = json.dumps(config.to_dict(), default=str)
-    same = json.loads(text, parse_float=lambda word: int(float(word)) if float(word).is_integer() else float(word))
-    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
-
-
 def from_dict(raw: Mapping[str, Any]) -> Config:
     """The configuration in nested tables, as `tomllib` gives them."""
-    return _section(Config, raw)
-
-
-def _section(kind: type[SectionT], raw: Mapping[str, Any]) -> SectionT:
-    known = {f.name.rstrip("_"): f.name for f in dataclasses.fields(kind)}
-    for key, value in raw.items():
-        if key not in known:
-            raise ConfigError(f"{kind.WHERE}{key} = {_show(value)} is an unknown key; known here: {', '.join(known)}")
-    return kind(**{known[key]: value for key, value in raw.items()})
-
-
-def typed(hint: Any, value: Any, key: str) -> Any:
-    """`value` as `hint`, or an error in our words. Only numbers are converted, where nothing of them is lost."""
-    if isinstance(hint, type) and issubclass(hint, Section):
-        if not isinstance(value, hint | Mapping):
-            raise ConfigError(f"{key} = {_show(value)} must be a table; write [{key}]")
-        return _section(hint, value) if isinstance(value, Mapping) else value
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        return value if value is None else typed(next(a for a in arguments if a is not types.NoneType), value, key)
-    if origin is tuple and isinstance(value, list | tuple):
-        if arguments[-1] is Ellipsis:
-            return tuple(typed(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
-        if len(value) != len(arguments):
-            raise ConfigError(f"{key} = {list(value)} must hold {len(arguments)} values")
-        return tuple(typed(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(arguments, value, strict=True)))
-    if hint in NUMBERS and isinstance(value, NUMBERS[hint]) and not isinstance(value, bool):
-        with suppress(OverflowError):
-            value = hint(value)  # integers serve as floats, and numpy's numbers as Python's
-    elif hint is str and isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    kind = {tuple: list}.get(origin, origin or hint)
-    matches = isinstance(value, Mapping) if kind is Mapping or origin is Mapping else isinstance(value, kind)
-    if (
-        not matches
-        or (isinstance(value, bool) and kind is not bool)
-        or (isinstance(value, float) and math.isnan(value))
-    ):
-        raise ConfigError(f"{key} = {_show(value)} has the wrong type; it must be {_words(hint)}")
-    return dict(value) if isinstance(value, Mapping) else value
+    return section(Config, raw)
 
 
 def difference(one: Config, other: Config) -> tuple[str, str, str] | None:
@@ -476,7 +371,7 @@ def difference(one: Config, other: Config) -> tuple[str, str, str] | None:
     first, second = (_leaves(tomllib.loads(each.to_toml())) for each in (one, other))
     for key in sorted(first.keys() | second.keys()):
         if first.get(key) != second.get(key):
-            values = [_show(each[key]) if key in each else "(unset)" for each in (first, second)]
+            values = [shown(each[key]) if key in each else "(unset)" for each in (first, second)]
             return key, values[0], values[1]
     return None
 
@@ -486,36 +381,3 @@ def _leaves(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     for key, value in table.items():
         found |= _leaves(value, f"{path}{key}.") if isinstance(value, dict) else {path + key: value}
     return found
-
-
-def _words(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: 'a string in "quotes"', bool: "true or false"}
-    if typing.get_origin(hint) is tuple:
-        return "a list"
-    return names.get(hint, "a table")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Section):
-        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {name.rstrip("_"): _plain(item) for name, item in fields if item is not None}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return float(text) if SHORT_NUMBER.fullmatch(text) else text
-
-
-def _put(raw: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    table: Any = raw
-    for part in path:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"--set {key}: {part} is not a table; a run's config.toml shows which there are")
-    table[last] = value

@@ -29,8 +29,8 @@ from adp2sgd.errors import WITHHELD, RunError, kind
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import Gradient, GradientStep, PrivateStep
 from adp2sgd.privacy.budget import Budget
-from adp2sgd.privacy.streams import Streams
 from adp2sgd.progress import Progress
+from adp2sgd.randomness.streams import Streams
 from adp2sgd.task import Task
 
 # Coordinates that an exchange works on at a time: they stay in a core's cache, and are few enough that torch wakes no

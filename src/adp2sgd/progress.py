@@ -61,6 +61,12 @@ class Progress:
                 if count != self._counts.get(key) and key != self.own:
                     self._merge_one(key, count)
 
+    def stopped(self, learner: int) -> bool:
+        """Whether the learner has stopped training, as far as is known of its last start."""
+        with self._mutex:
+            starts = [start for number, start in self._counts if number == learner]
+            return bool(starts) and self._counts[learner, max(starts)].stopped
+
     def counts(self) -> dict[Key, Count]:
         """A copy to send."""
         with self._mutex:

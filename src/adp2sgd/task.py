@@ -19,12 +19,13 @@ import torch
 from torch import Generator, Tensor, nn
 
 from adp2sgd import models
-from adp2sgd.config import FromFile, typed
+from adp2sgd.config import FromFile
 from adp2sgd.data import cifar10, heart, idx, images, kaldi, synthetic, table
 from adp2sgd.data.augment import crop_and_flip
 from adp2sgd.data.folder import Source
 from adp2sgd.data.records import Records
 from adp2sgd.errors import WITHHELD, Adp2sgdError, ConfigError, reason, tellable
+from adp2sgd.settings import typed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) → one loss per record."""

@@ -198,11 +198,7 @@ def theorem_2(
     σ is too small by B. Its rate B/(K·n) assumes that nobody knows which worker was active, but a neighbour sees whose
     model it receives. And it takes p_k = 1/K. See `neighbour_epsilon`.
     """
-    if mu is not None and not 0 < mu < 1:
-        raise ConfigError(f"mu = {mu} is not in (0, 1); it splits ε between divergence and conversion, try 0.2")
-    for name, value in (("epsilon", epsilon), ("lipschitz", lipschitz)):
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name} = {value} is not positive and finite; use a value above 0")
+    _check_theorem_2(epsilon, mu, lipschitz)
     if min(learners, steps, batch_size) < 1 or batch_size > smallest_shard:
         raise ConfigError(
             f"learners = {learners}, steps = {steps}, batch_size = {batch_size} of {smallest_shard} records: "
@@ -227,6 +223,14 @@ def theorem_2(
     if mu is not None:
         return at(mu)
     return min((at(index / 1000) for index in range(1, 1000)), key=lambda one: (len(one.failed), one.sigma))
+
+
+def _check_theorem_2(epsilon: float, mu: float | None, lipschitz: float) -> None:
+    if mu is not None and not 0 < mu < 1:
+        raise ConfigError(f"mu = {mu} is not in (0, 1); it splits ε between divergence and conversion, try 0.2")
+    for name, value in (("epsilon", epsilon), ("lipschitz", lipschitz)):
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} = {value} is not positive and finite; use a value above 0")
 
 
 def remark(*, epsilon: float, step: int, steps: int) -> float:

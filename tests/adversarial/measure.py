@@ -24,13 +24,12 @@ from torch import Tensor, nn
 
 from adp2sgd.config import Config, Privacy
 from adp2sgd.engine import setup
-from adp2sgd.engine.fit import check_fit
 from adp2sgd.errors import PrivacyError
 from adp2sgd.gradient.bookkeeping import BookKeeping
 from adp2sgd.gradient.choose import Automatic
 from adp2sgd.gradient.functional import Functional
 from adp2sgd.learner import Learner
-from adp2sgd.privacy.noise import NoiseSource
+from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.task import Loss
 
 ENGINES = {BookKeeping: "fast", Functional: "vmap"}
@@ -71,8 +70,7 @@ class Path:
         try:
             with quiet():
                 run = setup.prepare(config)
-                check_fit(config, run.task, run.model)
-                learner = setup.make_learner(run, 0, folder)
+                learner = run.learner(0, folder)
         except PrivacyError as error:
             return cls(name, CASES[name], None, None, str(error))
         return cls(name, CASES[name], run, learner)
@@ -82,13 +80,13 @@ class Path:
         """Who takes the gradients: "fast", "vmap" or "loop"; or "refused"."""
         if self.run is None:
             return "refused"
-        engine = self.run.engine
+        engine = self.run.compute.engine
         return ENGINES.get(type(engine.chosen if isinstance(engine, Automatic) else engine), "loop")  # type: ignore[call-overload, no-any-return]
 
     @property
     def why(self) -> str:
         """Why not by the fast engine."""
-        return str(getattr(self.run and self.run.engine, "reason", "")) or self.refusal
+        return str(getattr(self.run and self.run.compute.engine, "reason", "")) or self.refusal
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Tensor:
         """What a step of the run adds its noise to."""
@@ -97,7 +95,7 @@ class Path:
         assert path.learner is not None
         noise, path.learner.clip_norm = Silent(), clip_norm
         with quiet():
-            path.learner._gradient_step(path.run.model, inputs.clone(), targets.clone(), 16.0, noise)
+            path.learner._gradient_step(path.run.compute.model, inputs.clone(), targets.clone(), 16.0, noise)
         return noise.total
 
     def anew(self) -> Path:
@@ -107,14 +105,14 @@ class Path:
         with tempfile.TemporaryDirectory() as folder:
             path = Path.of(self.name, Folder(folder))
         assert path.run is not None
-        path.run.model.weights.copy_(self.run.model.weights)
+        path.run.compute.model.weights.copy_(self.run.compute.model.weights)
         return path
 
     @contextmanager
     def at(self, weights: str) -> Iterator[float]:
         """The model at weights that a neighbour sent; gives the clip norm that goes with them."""
         assert self.run is not None
-        model, kept = self.run.model, self.run.model.weights.clone()
+        model, kept = self.run.compute.model, self.run.compute.model.weights.clone()
         if weights == "own":
             with torch.no_grad():
                 self.case.weights(model.named_views(model.weights))
@@ -129,7 +127,9 @@ class Path:
         """The norm of the first record's gradient, so that alike ones lie at the clip norm to the last bit."""
         assert self.run is not None
         inputs, targets = records(self.case, 1)
-        norm = float(torch.linalg.vector_norm(gradient_alone(self.run.model.module, self.case.loss, inputs, targets)))
+        norm = float(
+            torch.linalg.vector_norm(gradient_alone(self.run.compute.model.module, self.case.loss, inputs, targets))
+        )
         return norm if 1e-6 <= norm < 1e6 else 1.0
 
 
@@ -189,9 +189,11 @@ def reference(path: Path, inputs: Tensor, targets: Tensor, clip_norm: float) -> 
     A record whose gradient is not finite in the model's own type contributes nothing, as in every engine."""
     assert path.run is not None
     dtype = torch.float64 if path.case.widens else torch.float32
-    total = torch.zeros_like(path.run.model.weights, dtype=torch.float64)
+    total = torch.zeros_like(path.run.compute.model.weights, dtype=torch.float64)
     for row in range(len(inputs)):
-        own = copy.deepcopy(path.run.model.module).train()  # a new one for each, in case that it keeps something
+        own = copy.deepcopy(
+            path.run.compute.model.module
+        ).train()  # a new one for each, in case that it keeps something
         wide, x, y = copy.deepcopy(own).to(dtype), inputs[row, None], targets[row, None]
         narrow = torch.linalg.vector_norm(gradient_alone(own, path.case.loss, x, y).double())
         if not narrow < torch.finfo(torch.float32).max:
@@ -200,9 +202,9 @@ def reference(path: Path, inputs: Tensor, targets: Tensor, clip_norm: float) -> 
         y = y.to(dtype) if y.is_floating_point() else y
         found = gradient_alone(wide, path.case.loss, x, y)
         total += found * min(1.0, clip_norm / max(float(torch.linalg.vector_norm(found)), 1e-300))
-    sizes = {name: p.numel() for name, p in path.run.model.module.named_parameters() if p.requires_grad}
+    sizes = {name: p.numel() for name, p in path.run.compute.model.module.named_parameters() if p.requires_grad}
     parts = dict(zip(sizes, total.split(list(sizes.values())), strict=True))
-    return torch.cat([parts[piece.name] for piece in path.run.model.slices])
+    return torch.cat([parts[piece.name] for piece in path.run.compute.model.slices])
 
 
 @contextmanager

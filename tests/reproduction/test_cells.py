@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from adp2sgd.engine import simulate
-from adp2sgd.engine.simulate import Simulation
+from adp2sgd.engine.simulation.simulate import Simulation
 from adp2sgd.errors import ConfigError, InterruptedRunError, RunError
 from made_records import QUICK, a_cell, times_called
 from reproduction import training

@@ -41,7 +41,7 @@ def test_statistics_are_recomputed_over_the_records_as_they_are_or_as_training_s
 
     def statistics(augment: Augment | None) -> tuple[float, Tensor]:
         loss = training.recomputed(setup, theta, augment).loss
-        return loss, setup.model.buffers.clone()
+        return loss, setup.compute.model.buffers.clone()
 
     (plain, means), (same, as_plain) = statistics(None), statistics(lambda batch, _: batch)
     assert (plain, means.tolist()) == (same, as_plain.tolist())

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from adp2sgd.privacy.streams import Streams
+from adp2sgd.randomness.streams import Streams
 
 
 class Batches(Protocol):

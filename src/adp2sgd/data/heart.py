@@ -56,28 +56,32 @@ CATEGORIES = {
 }
 
 
-def load(data_dir: str | Path | None = None) -> Source:
+def load(data_dir: str | Path | None = None, hospitals: tuple[str, ...] = tuple(HOSPITALS)) -> Source:
     """303 + 294 + 123 + 200 patients with their hospital as site; target 1 where a disease was found (num > 0).
+
+    `hospitals`: whose files are read; those of others need not be there.
 
     Nothing is fitted: numbers are scaled from fixed medical ranges to [−1, 1] (0 where missing), categories are
     one-hot, and each column has an indicator of being missing. About a quarter of each hospital is held out, by a hash
     of the record itself. Files are checked against their md5 when downloaded; at rest they may be the site's own.
     """
-    marker = f"processed.{list(HOSPITALS)[-1]}.data"
-    folder = find((FOLDER, "heart-disease"), (marker,), data_dir)
+    for name in hospitals:
+        if name not in HOSPITALS:
+            raise DataError(f'hospital "{name}" is unknown; use one of: {", ".join(HOSPITALS)}')
+    if not hospitals:
+        raise DataError(f"hospitals is empty; use one of: {', '.join(HOSPITALS)}")
+    folder = find((FOLDER, "heart-disease"), (f"processed.{hospitals[-1]}.data",), data_dir)
     if folder is None:
         folder = download_to(data_dir) / FOLDER
-        for hospital, md5 in HOSPITALS.items():
-            download(f"{URL}processed.{hospital}.data", md5, folder / f"processed.{hospital}.data")
+        for hospital in hospitals:
+            download(f"{URL}processed.{hospital}.data", HOSPITALS[hospital], folder / f"processed.{hospital}.data")
     lines, sites = [], []
-    for site, hospital in enumerate(HOSPITALS):
+    for site, hospital in enumerate(hospitals):
         rows = _lines(folder / f"processed.{hospital}.data")
         lines += rows
         sites += [site] * len(rows)
     values = np.stack([_values(line, where) for line, where in lines])
-    records = Records(
-        _encode(values), torch.from_numpy(values[:, -1] > 0).long(), torch.tensor(sites), tuple(HOSPITALS)
-    )
+    records = Records(_encode(values), torch.from_numpy(values[:, -1] > 0).long(), torch.tensor(sites), hospitals)
     test = torch.tensor([held_out(line.encode(), TEST_FRACTION) for line, _ in lines])
     return Source(train=records.take((~test).nonzero()[:, 0]), test=records.take(test.nonzero()[:, 0]), classes=2)
 

@@ -1,6 +1,6 @@
 """Engines drive the same Learner through virtual or real time."""
 
-from adp2sgd.engine.local import train
-from adp2sgd.engine.simulate import simulate
+from adp2sgd.engine.processes.train import train
+from adp2sgd.engine.simulation.simulate import simulate
 
 __all__ = ["simulate", "train"]

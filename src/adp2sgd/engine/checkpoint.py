@@ -1,145 +1,93 @@
-"""A simulation on disk, complete: weights, ŵ_k, velocities, clip norms, counts, the heap and the messages under way.
-
-Random streams need no state: in a seeded run each is a function of seed, learner, purpose and step.
-"""
+"""A learner on disk: model, velocity, clip norm and step counts, never its noise. The one before it is kept as well."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from adp2sgd.engine.events import Event, Member, StepEnd, Turn
 from adp2sgd.errors import RunError
-from adp2sgd.exchange.protocol import MESSAGES, Message, Tally
-from adp2sgd.progress import from_rows, to_rows
-from adp2sgd.record import Folder, Point
+from adp2sgd.learner import Learner
+from adp2sgd.progress import Count, Key, from_rows, to_rows
+from adp2sgd.run_folder import Folder
 
-if TYPE_CHECKING:
-    from adp2sgd.engine.simulate import Simulation
-
-NAME = "simulation.safetensors"
+NEWEST, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A checkpoint in memory."""
+    """A checkpoint in memory; `complaints` says which newer ones could not be used."""
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
+    complaints: tuple[str, ...] = ()
 
     @property
-    def seed(self) -> int:
-        return int(self.facts["seed"])
+    def state(self) -> Tensor:
+        return torch.cat([self.tensors["weights"], self.tensors["buffers"]])
+
+    @property
+    def counts(self) -> dict[Key, Count]:
+        return from_rows(self.facts["counts"])
 
 
-def write(simulation: Simulation) -> None:
-    """Replace the folder's checkpoint by the simulation as it is now."""
-    tensors: dict[str, Tensor] = {}
-    facts = {
-        "seed": simulation.setup.seed,
-        "time": simulation.time,
-        "order": simulation.order,
-        "global_steps": simulation.global_steps,
-        "curve": [asdict(point) for point in simulation.curve],
-        "members": [_pack_member(member, tensors) for member in simulation.members],
-        "heap": [[time, order, _pack_event(event, tensors)] for time, order, event in simulation.heap],
-        "log_sizes": simulation.folder.log_sizes("events.jsonl"),
-    }
-    simulation.folder.save_tensors(NAME, tensors, facts, private=True)
+def save(folder: Folder, learner: Learner, state: Tensor, facts: Mapping[str, Any]) -> None:
+    """Replace the learner's checkpoint in one step. Safe beside a training and an exchange thread if `state` is a copy
+    of the learner's."""
+    own = folder.learner(learner.number)
+    tensors = {"weights": state[: len(learner.weights)], "buffers": state[len(learner.weights) :]}
+    if (velocity := learner.momentum()) is not None:
+        tensors["velocity"] = velocity
+    tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+    if (own / NEWEST).exists():
+        with folder.replacing(f"{own.name}/{PREVIOUS}", private=True) as part:
+            part.unlink()
+            os.link(own / NEWEST, part)
+    facts = {"counts": to_rows(learner.progress.counts()), **facts, "clip_norm": learner.clip_norm}
+    facts = {**facts, "checksums": _checksums(tensors)}
+    folder.save_tensors(f"{own.name}/{NEWEST}", tensors, facts, private=True)
 
 
-def read(folder: Folder) -> Saved:
-    """The folder's checkpoint."""
-    if (folder.path / "result.json").exists():
-        raise RunError(f"{folder.path} holds a finished run; its result is in result.json")
-    if not (folder.path / NAME).exists():
-        raise RunError(
-            f"{folder.path} holds no checkpoint of `simulate` to go on from; if it is a run of `train`, resume it "
-            "with that, else start the run with another --out"
-        )
-    return Saved(*folder.load_tensors(NAME))
+def load(folder: Folder, number: int) -> Saved | None:
+    """The newest checkpoint that is whole; None if there is none."""
+    complaints: list[str] = []
+    for name in (NEWEST, PREVIOUS):
+        path = f"learner-{number}/{name}"
+        if not (folder.path / path).exists():
+            continue
+        try:
+            tensors, facts = folder.load_tensors(path)
+            if facts["checksums"] != _checksums(tensors):
+                raise RunError(f"{folder.path / path} is damaged (a checksum differs)")
+        except (RunError, KeyError) as error:
+            complaints.append(f"{error}; an older checkpoint is used if there is one")
+            continue
+        return Saved(tensors, facts, tuple(complaints))
+    return Saved({}, {}, tuple(complaints)) if complaints else None
 
 
-def restore(simulation: Simulation, saved: Saved) -> None:
-    """Put a fresh simulation where the checkpoint left off."""
-    facts, device = saved.facts, simulation.setup.device
-    tensors = {name: tensor.to(device) for name, tensor in saved.tensors.items()}
-    simulation.time, simulation.order = facts["time"], facts["order"]
-    simulation.global_steps = facts["global_steps"]
-    simulation.curve[:] = [Point(**point) for point in facts["curve"]]
-    simulation.heap[:] = [(time, order, _unpack_event(event, tensors)) for time, order, event in facts["heap"]]
-    for member, kept in zip(simulation.members, facts["members"], strict=True):
-        _unpack_member(member, kept, tensors)
-    sizes = {int(learner): size for learner, size in facts["log_sizes"].items()}
-    simulation.folder.truncate_logs("events.jsonl", sizes)
+def restore(learner: Learner, saved: Saved) -> None:
+    """Put a fresh learner where the checkpoint left off, under its new start."""
+    learner.state.copy_(saved.state)
+    if learner.velocity is not None and "velocity" in saved.tensors:
+        learner.velocity.copy_(saved.tensors["velocity"])
+    learner.clip_norm = saved.facts.get("clip_norm")
+    learner.progress.restore(saved.counts)
 
 
-def _pack_member(member: Member, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    learner = member.learner
-    tensors[f"{learner.number}.state"] = learner.state
-    tensors[f"{learner.number}.read"] = learner.read
-    if learner.velocity is not None:
-        tensors[f"{learner.number}.velocity"] = learner.velocity
+def restore_clip_norm(folder: Folder, learner: Learner) -> None:
+    """The clip norm alone, for a learner that got its model from another one; it stays where nothing was kept."""
+    saved = load(folder, learner.number) if learner.clip_norm is not None else None
+    if saved is not None:
+        learner.clip_norm = saved.facts.get("clip_norm")
+
+
+def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {
-        "steps": learner.steps,
-        "clip_norm": learner.clip_norm,
-        "turns": member.turns,
-        "partners": member.partners,
-        "wanted_at": member.wanted_at,
-        "read_at": member.read_at,
-        "staleness_total": member.staleness_total,
-        "staleness_max": member.staleness_max,
-        "progress": to_rows(learner.progress.counts()),
-        "tally": asdict(member.exchange.tally),
-        "number": member.exchange.number,
-        "step": member.exchange.step,
-        "current": None if member.exchange.current is None else _pack_event(member.exchange.current, tensors),
+        name: zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data) for name, tensor in sorted(tensors.items())
     }
-
-
-def _unpack_member(member: Member, kept: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    learner = member.learner
-    learner.state.copy_(tensors[f"{learner.number}.state"])
-    learner.read.copy_(tensors[f"{learner.number}.read"])
-    if learner.velocity is not None:
-        learner.velocity.copy_(tensors[f"{learner.number}.velocity"])
-    learner.clip_norm = kept.get("clip_norm")
-    learner.resume_at(kept["steps"])
-    learner.progress.restore(from_rows(kept["progress"]))
-    for name in ("turns", "partners", "wanted_at", "read_at", "staleness_total", "staleness_max"):
-        setattr(member, name, kept[name])
-    member.exchange.tally = Tally(**kept["tally"])
-    member.exchange.number = kept["number"]
-    member.exchange.step = kept["step"]
-    current = None if kept["current"] is None else _unpack_event(kept["current"], tensors)
-    assert current is None or isinstance(current, Message)
-    member.exchange.current = current
-
-
-def _pack_event(event: Event, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    if not isinstance(event, Message):
-        return {"kind": type(event).__name__, "learner": event.learner}
-    name = None
-    if event.snapshot is not None:
-        name = f"message.{len(tensors)}"
-        tensors[name] = event.snapshot.clone()  # the same snapshot may be under way and at its sender
-    return {
-        "kind": type(event).__name__,
-        "sender": event.sender,
-        "receiver": event.receiver,
-        "initiator": event.initiator,
-        "number": event.number,
-        "progress": to_rows(event.progress),
-        "snapshot": name,
-    }
-
-
-def _unpack_event(kept: dict[str, Any], tensors: dict[str, Tensor]) -> Event:
-    kind = kept.pop("kind")
-    if kind in MESSAGES:
-        snapshot = None if kept["snapshot"] is None else tensors[kept["snapshot"]]
-        progress = from_rows(kept["progress"])
-        return MESSAGES[kind](**{**kept, "progress": progress, "snapshot": snapshot})
-    return StepEnd(kept["learner"]) if kind == "StepEnd" else Turn(kept["learner"])

@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from adp2sgd.exchange.shared import Layout, Memory, Post
+from adp2sgd.exchange.shared import Post
+from adp2sgd.exchange.slots import Layout, Memory
 
 LOOK_S = 0.05  # between two looks at whether somebody was lost
 AGAIN_S = 0.001  # before a message to a full queue, or to a learner that has not come up, is sent again
@@ -104,7 +105,7 @@ class Assembly:
         while len(came) < count:
             if not select.select([self._post], [], [], LOOK_S)[0]:
                 self._refuse_stranded()
-            came += map(json.loads, self._post.receive())
+            came += [json.loads(data) for _, data in self._post.receive()]
         return came
 
     def _refuse_stranded(self) -> None:

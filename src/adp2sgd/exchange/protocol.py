@@ -1,16 +1,17 @@
-"""The pairwise exchange of models as one state machine. It knows no clock and no carrier.
+"""The pairwise exchange of models as one state machine. It knows no clock; a `Carrier` moves its messages.
 
     initiator i                          responder j
     ask(j) ── Request ─────────────────▶ occupied?  ── Busy ──▶ i is idle again; its next step draws anew
                                          else takes snapshot w_j and answers at once
        ◀───────────────────── Answer(w_j) ──
     takes snapshot w_i,
-    mixes +(w_j − w_i)/2
        ── Commit(w_i) ─────────────────▶ mixes −(w_j − w_i)/2
+    mixes +(w_j − w_i)/2
 
-Both sides use the same two snapshots, so they change by exactly opposite amounts. A learner takes part in one exchange
-at a time and nobody waits: the carrier calls `expire` on the side that has heard nothing for too long. If the commit is
-lost after the initiator mixed, the responder counts one `unconfirmed` exchange: a half-exchange may have happened.
+Both sides use the same two snapshots, so they change by exactly opposite amounts. A learner takes part in at most
+`at_once` exchanges, each with another partner, and nobody waits: `expire` gives up an exchange whose next message did
+not come in time. If the commit is lost after the initiator mixed, the responder counts one `unconfirmed` exchange: a
+half-exchange may have happened.
 
 Coming back after a crash is one-way: catch_up(j) ── Copy ──▶ j answers Model(w_j), occupied or not, and stays as it is.
 """
@@ -19,16 +20,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from adp2sgd.exchange.carrier import Carrier
 from adp2sgd.learner import Learner
 from adp2sgd.progress import Count, Key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Message:
-    """`number` tells the initiator's exchanges apart; `initiator` is the same in all messages of one exchange."""
+    """`number` tells the initiator's exchanges apart; `initiator` is the same in all messages of one exchange.
+
+    A plain Message is news: step counts and nothing else.
+    """
 
     sender: int
     receiver: int
@@ -37,6 +43,7 @@ class Message:
     progress: Mapping[Key, Count] = field(default_factory=dict)
     snapshot: Tensor | None = None
     intact: Callable[[], bool] | None = None  # whether `snapshot` is still what was sent, where it lies at its sender
+    receipt: Any = None  # the carrier's own note of where a received snapshot lies
 
     @property
     def payload_bytes(self) -> int:
@@ -56,7 +63,7 @@ class Answer(Message):
 
 
 class Commit(Message):
-    """I have mixed; here is the snapshot that I used."""
+    """I mix; here is the snapshot that I use."""
 
 
 class Copy(Message):
@@ -81,106 +88,127 @@ class Tally:
     expired: int = 0  # asked, and no answer in time
     unconfirmed: int = 0  # answered, and no commit in time
     halves: int = 0  # the partner mixed and this side could not, or only in part
-    ignored: int = 0  # messages that came too late to matter
+    ignored: int = 0  # messages that came too late to matter, twice, or from somebody else
     bytes_sent: int = 0
 
 
 class Exchange:
-    """One learner's side of all its exchanges.
+    """One learner's side of all its exchanges, over one carrier."""
 
-    A carrier may say where a snapshot is taken to (`snapshot`), and it may take the commit before this side mixes, so
-    that both mix at the same time (`send`; it tells whether the commit is on its way, and if not, nobody mixes).
-    """
-
-    def __init__(
-        self,
-        learner: Learner,
-        *,
-        first: int = 1,
-        snapshot: Callable[[], Tensor] | None = None,
-        send: Callable[[Message], bool] | None = None,
-    ) -> None:
+    def __init__(self, learner: Learner, carrier: Carrier, *, first: int = 1, at_once: int = 1) -> None:
         """`first`: the number of the first exchange; a learner that restarts must not use a number twice."""
         self.learner = learner
+        self.carrier = carrier
         self.tally = Tally()
         self.number = first - 1  # of the last exchange that this learner began
         self.step = 0  # own steps taken when it was asked for
         self.lost = False  # restarted, and no model worth sharing yet
-        self.shut = False  # the carrier has no room, or the run is over: everybody is answered `busy`
-        self._snapshot = snapshot or learner.snapshot
-        self._send = send
-        self.current: Message | None = None  # the last message sent of the exchange under way
+        self.shut = False  # the run is over: everybody is answered `busy`
+        self.under_way: dict[int, Message] = {}  # partner → the last message sent to it
+        self._at_once = at_once
 
     @property
     def occupied(self) -> bool:
-        return self.current is not None
+        return len(self.under_way) >= self._at_once
 
-    def ask(self, partner: int, step: int | None = None) -> Message | None:
-        """Begin an exchange; None if one is under way. `step`: own steps taken when it was wanted, if not now."""
-        request = self._open(Request, partner)
-        if request is not None:
+    def ask(self, partner: int, step: int | None = None) -> bool:
+        """Begin an exchange; False if the learner is occupied or the partner cannot be reached.
+
+        `step`: own steps taken when the exchange was wanted, if not now.
+        """
+        if not self.occupied:
             self.step = self.learner.steps if step is None else step
-        return request
+        return self._open(Request, partner)
 
-    def catch_up(self, partner: int) -> Message | None:
-        """Ask for the partner's model, to go on from it; None if an exchange is under way."""
+    def catch_up(self, partner: int) -> bool:
+        """Ask for the partner's model, to go on from it; False as with `ask`."""
         return self._open(Copy, partner)
 
-    def receive(self, message: Message) -> Message | None:
-        """React to a message; the reply, if there is one, is to be sent at once."""
+    def receive(self, message: Message) -> None:
+        """React to a message; whatever is to be answered is sent at once."""
         self.learner.progress.merge(message.progress)
-        if isinstance(message, Request):
-            return self._answer(message)
-        if isinstance(message, Copy):
-            refused = self.lost or self.shut
-            return self._reply(Busy, message) if refused else self._reply(Model, message, self._snapshot())
-        if not self._continues(message):
+        try:
+            if isinstance(message, Request):
+                self._answer(message)
+            elif isinstance(message, Copy):
+                self._show(message)
+            elif type(message) is not Message:
+                self._continue(message)
+        finally:
+            self.carrier.release(message)
+
+    def expire(self, partner: int) -> None:
+        """Give up the exchange with `partner`, because its next message did not come in time."""
+        if isinstance(self._end(partner), Answer):
+            self.tally.unconfirmed += 1
+        else:
+            self.tally.expired += 1
+
+    def tell(self, partner: int) -> bool:
+        """News for `partner`: the step counts that this learner knows."""
+        return self.carrier.send(self._message(Message, partner, self.learner.number, 0))
+
+    def _open(self, kind: type[Message], partner: int) -> bool:
+        if self.occupied or partner in self.under_way or not self.carrier.room:
+            return False
+        self.number += 1
+        me = self.learner.number
+        self.under_way[partner] = message = kind(sender=me, receiver=partner, initiator=me, number=self.number)
+        if self.carrier.send(message):  # over a free network the whole exchange happens within this call
+            return True
+        self.expire(partner)
+        return False
+
+    def _answer(self, request: Message) -> None:
+        partner = request.sender
+        refused = self.occupied or partner in self.under_way or self.lost or self.shut or not self.carrier.room
+        if refused:
+            self._reply(Busy, request)
+            return
+        answer = self.under_way[partner] = self._message(
+            Answer, partner, request.initiator, request.number, self.carrier.take()
+        )
+        self._expose()
+        if not self._send(answer):  # the initiator is gone and knows of nothing
+            self._end(partner)
+
+    def _show(self, request: Message) -> None:
+        if self.lost or self.shut or self.carrier.room < 2:  # one snapshot's room stays for a commit
+            self._reply(Busy, request)
+            return
+        mine = self.carrier.take()
+        self._reply(Model, request, mine)
+        self.carrier.free(mine)
+
+    def _continue(self, message: Message) -> None:
+        mine = self.under_way.get(message.sender)
+        if mine is None or not _follows(message, mine):
             self.tally.ignored += 1
-            return None
-        if isinstance(message, Answer):
-            return self._commit(message)
-        if isinstance(message, Commit):
-            self._complete(message)
+        elif isinstance(message, Answer):
+            self._commit(message)
+        elif isinstance(message, Commit):
+            assert mine.snapshot is not None
+            self._mix(mine.snapshot, message)
+            self._end(message.sender)
         elif isinstance(message, Model):
             assert message.snapshot is not None
             self.learner.adopt(message.snapshot)
             self.lost = message.intact is not None and not message.intact()
+            self._end(message.sender)
         else:
             self.tally.busy += 1
-        self.current = None
-        return None
+            self._end(message.sender)
 
-    def expire(self) -> None:
-        """Give up the exchange under way, because its next message did not come in time."""
-        if isinstance(self.current, Answer):
-            self.tally.unconfirmed += 1
-        elif self.current is not None:
-            self.tally.expired += 1
-        self.current = None
-
-    def _answer(self, request: Message) -> Message:
-        if self.occupied or self.lost or self.shut:
-            return self._reply(Busy, request)
-        self.current = self._reply(Answer, request, self._snapshot())
-        return self.current
-
-    def _commit(self, answer: Message) -> Message | None:
-        self.current = None
-        mine = self._snapshot()
-        commit = self._reply(Commit, answer, mine)
-        if self._send is None:
-            self._mix(mine, answer)
-            return commit
+    def _commit(self, answer: Message) -> None:
+        """Send the commit, then mix: both sides mix at the same time. If it cannot be sent, nobody mixes."""
+        partner, mine = answer.sender, self.carrier.take()
+        self.under_way[partner] = commit = self._message(Commit, partner, answer.initiator, answer.number, mine)
+        self._expose()
         if self._send(commit):
             self._mix(mine, answer)
         else:
             self.tally.expired += 1
-        return None
-
-    def _complete(self, commit: Message) -> None:
-        assert self.current is not None
-        assert self.current.snapshot is not None
-        self._mix(self.current.snapshot, commit)
+        self._end(partner)
 
     def _mix(self, mine: Tensor, message: Message) -> None:
         assert message.snapshot is not None
@@ -192,34 +220,44 @@ class Exchange:
         else:
             self.tally.halves += 1
 
-    def _continues(self, message: Message) -> bool:
-        """Whether `message` is the next one of the exchange under way."""
-        mine = self.current
-        if mine is None or (mine.initiator, mine.number) != (message.initiator, message.number):
-            return False
-        if isinstance(mine, Copy):
-            return isinstance(message, Model | Busy)
-        return isinstance(message, Commit if isinstance(mine, Answer) else Answer | Busy)
+    def _end(self, partner: int) -> Message | None:
+        """The exchange with `partner` is over, in whatever way."""
+        ended = self.under_way.pop(partner, None)
+        if ended is not None and ended.snapshot is not None:
+            self.carrier.free(ended.snapshot)
+        self._expose()
+        return ended
 
-    def _open(self, kind: type[Message], partner: int) -> Message | None:
-        if self.occupied:
-            return None
-        self.number += 1
-        self.current = kind(sender=self._me, receiver=partner, initiator=self._me, number=self.number)
-        return self.current
+    def _expose(self) -> None:
+        self.carrier.expose(any(message.snapshot is not None for message in self.under_way.values()))
 
-    def _reply(self, kind: type[Message], to: Message, snapshot: Tensor | None = None) -> Message:
-        reply = kind(
-            sender=self._me,
-            receiver=to.sender,
-            initiator=to.initiator,
-            number=to.number,
+    def _reply(self, kind: type[Message], to: Message, snapshot: Tensor | None = None) -> bool:
+        return self._send(self._message(kind, to.sender, to.initiator, to.number, snapshot))
+
+    def _send(self, message: Message) -> bool:
+        delivered = self.carrier.send(message)
+        self.tally.bytes_sent += message.payload_bytes if delivered else 0
+        return delivered
+
+    def _message(
+        self, kind: type[Message], partner: int, initiator: int, number: int, snapshot: Tensor | None = None
+    ) -> Message:
+        return kind(
+            sender=self.learner.number,
+            receiver=partner,
+            initiator=initiator,
+            number=number,
             progress=self.learner.progress.counts(),
             snapshot=snapshot,
         )
-        self.tally.bytes_sent += reply.payload_bytes
-        return reply
 
-    @property
-    def _me(self) -> int:
-        return self.learner.number
+
+def _follows(message: Message, mine: Message) -> bool:
+    """Whether `message` is the next one of the exchange of which this side sent `mine` last."""
+    if (mine.initiator, mine.number) != (message.initiator, message.number):
+        return False
+    if isinstance(mine, Copy):
+        return isinstance(message, Model | Busy)
+    if isinstance(mine, Answer):
+        return isinstance(message, Commit)
+    return isinstance(mine, Request) and isinstance(message, Answer | Busy)

@@ -1,46 +1,33 @@
 """Carries exchange messages between processes of one machine. Linux only.
 
-What is small goes as datagrams between Unix sockets in a folder that only its owner can enter; snapshots go through
-anonymous shared memory that the supervisor makes and every learner inherits. No other user of the machine can reach
-either: names in Linux's abstract namespace would be visible to all, and free to bind while a learner restarts. The
-memory vanishes with the processes; the folder is removed by the supervisor or, after its death, by the nursery.
-Nothing is ever unpickled, and datagrams from other users are dropped (the kernel says who sent them).
-
-A learner's memory: one page of words, then its slots, then the two vectors that SYNC's all-reduce uses in turn.
-`sequence` says which snapshot a slot holds, and only its owner writes it; the receiver writes the same number to
-`release` when it has read the slot. A slot that was never released (its reader died) is used again after a while; a
-reader that was merely asleep sees that the sequence has moved on.
+Small messages go as datagrams between Unix sockets in a folder that only its owner can enter. Snapshots go through
+anonymous shared memory that the supervisor makes and every learner inherits (`slots.py`). No other user of the machine
+can reach either. The memory vanishes with the processes; the folder is removed by the supervisor or, after its death,
+by the fork server. Nothing is ever unpickled. The kernel says which user sent a datagram and from which socket:
+datagrams of other users, and those with a false sender, are dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import mmap
 import os
+import select
 import socket
 import struct
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from adp2sgd.errors import ConfigError
 from adp2sgd.exchange.protocol import MESSAGES, Message
+from adp2sgd.exchange.slots import LOOK, Layout, Memory, Peers, Receipt, Slots
 from adp2sgd.learner import Learner
 from adp2sgd.progress import from_rows, to_rows
 
-# one exchange at a time, one whose reader has not released it yet, one for a learner that comes back, one for a look
-# at θ; pages are taken only when they are written
-SLOTS = 4
-ROUNDS = 2
-PAGE = 4096
-KINDS = (*MESSAGES.values(), Message)  # a plain Message is news: step counts and nothing else
+KINDS = (*MESSAGES.values(), Message)
 HEAD = struct.Struct("<BHHHQBQ")  # kind, sender, receiver, initiator, number, slot, sequence
 COUNT = struct.Struct("<HIQ?")  # learner, start, steps, stopped
 NO_SLOT = 255
@@ -55,173 +42,6 @@ def require_linux() -> None:
 def make_mail() -> str:
     """A new folder for a run's sockets, which no other user can enter."""
     return tempfile.mkdtemp(prefix="adp2sgd-")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a learner's shared memory is laid out; the same for all."""
-
-    length: int
-    dtype: torch.dtype
-
-    @property
-    def stride(self) -> int:
-        return math.ceil(self.length * self.dtype.itemsize / PAGE) * PAGE
-
-    @property
-    def deadline_s(self) -> float:
-        """How long an answer with a snapshot may take."""
-        return 1.0 + self.stride / 100e6
-
-    @property
-    def size(self) -> int:
-        return PAGE + (SLOTS + ROUNDS) * self.stride
-
-    def create(self, learner: int) -> int:
-        """The file descriptor of new, anonymous memory; its pages are taken only when they are written."""
-        descriptor = os.memfd_create(f"adp2sgd-{learner}")
-        os.ftruncate(descriptor, self.size)
-        os.set_inheritable(descriptor, True)
-        return descriptor
-
-
-class Memory:
-    """One learner's words and slots, mapped into this process."""
-
-    def __init__(self, descriptor: int, layout: Layout) -> None:
-        self._map = mmap.mmap(descriptor, layout.size)
-        self._words = memoryview(self._map)[:PAGE].cast("Q")
-        vectors = [
-            torch.frombuffer(self._map, dtype=layout.dtype, count=layout.length, offset=PAGE + i * layout.stride)
-            if layout.length
-            else torch.empty(0, dtype=layout.dtype)
-            for i in range(SLOTS + ROUNDS)
-        ]
-        self.slots, self.rounds = vectors[:SLOTS], vectors[SLOTS:]
-
-    def sequence(self, slot: int) -> int:
-        return self._words[1 + 2 * slot]
-
-    def set_sequence(self, slot: int, value: int) -> None:
-        self._words[1 + 2 * slot] = value
-
-    def released(self, slot: int) -> int:
-        return self._words[2 + 2 * slot]
-
-    def release(self, slot: int, sequence: int) -> None:
-        self._words[2 + 2 * slot] = sequence
-
-    @property
-    def open(self) -> bool:
-        """Whether the owner's death now may leave a half-exchange behind."""
-        return bool(self._words[0])
-
-    @open.setter
-    def open(self, value: bool) -> None:
-        self._words[0] = int(value)
-
-
-class Outbox:
-    """The own memory: where snapshots are taken to. On a GPU `take` also keeps a copy there, for the own half."""
-
-    def __init__(
-        self, memory: Memory, learner: Learner, patience_s: float, snapshot: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        """`snapshot` copies into a given tensor what is to be sent; by default the learner's state."""
-        self.memory = memory
-        self.slot = NO_SLOT  # of the last snapshot
-        self.kept = NO_SLOT  # the own half of the exchange under way still needs this one, even if it was released
-        self._state = learner.state
-        self._snapshot = snapshot or learner.snapshot
-        self._patience_s = patience_s
-        self._taken = [-math.inf] * SLOTS
-        self._device = learner.state.device
-        self._staged: dict[int, Tensor] = {}
-        self._stream = _pin(memory.slots, self._device)
-
-    @property
-    def free(self) -> list[int]:
-        """The slots that nobody reads any more."""
-        old = time.monotonic() - self._patience_s
-        memory, others = self.memory, (i for i in range(SLOTS) if i != self.kept)
-        return [i for i in others if self._taken[i] < old or memory.released(i) == memory.sequence(i)]
-
-    def take(self) -> Tensor:
-        """The learner's snapshot in a free slot. Look at `free` first."""
-        self.slot = slot = self.free[0]
-        self._taken[slot] = time.monotonic()
-        self.memory.set_sequence(slot, self.memory.sequence(slot) + 1)  # a late reader notices before the first byte
-        if self._stream is None:
-            return self._snapshot(self.memory.slots[slot])
-        return self._through_gpu(slot, self._stream)
-
-    def take_back(self) -> None:
-        """Nobody was told of the last snapshot: its slot is free at once."""
-        self.memory.release(self.slot, self.memory.sequence(self.slot))
-
-    def _through_gpu(self, slot: int, stream: torch.cuda.Stream) -> Tensor:
-        """All work on the state is queued behind the training's; only this thread waits for the copy to the host."""
-        if slot not in self._staged:
-            self._staged[slot] = torch.empty_like(self._state)
-        staged = self._snapshot(self._staged[slot])
-        stream.wait_stream(torch.cuda.default_stream(self._device))
-        with torch.cuda.stream(stream):
-            self.memory.slots[slot].copy_(staged, non_blocking=True)
-        stream.synchronize()
-        return staged
-
-
-class Inbox:
-    """The others' memories: where snapshots are read from."""
-
-    def __init__(self, descriptors: list[int], layout: Layout, device: torch.device) -> None:
-        self._descriptors = descriptors
-        self._layout = layout
-        self._device = device
-        self._memories: dict[int, Memory] = {}
-        self._stream: torch.cuda.Stream | None = None
-        self._arrived: Tensor | None = None
-
-    def memory(self, learner: int) -> Memory:
-        if learner not in self._memories:
-            memory = self._memories[learner] = Memory(self._descriptors[learner], self._layout)
-            self._stream = _pin(memory.slots, self._device) or self._stream
-        return self._memories[learner]
-
-    def open(self, message: Message, slot: int, sequence: int) -> Message | None:
-        """The message with its snapshot; None if that has been overwritten."""
-        memory = self.memory(message.sender)
-        if memory.sequence(slot) != sequence:
-            return None
-        if self._stream is None:
-            return replace(message, snapshot=memory.slots[slot], intact=lambda: memory.sequence(slot) == sequence)
-        if self._arrived is None:
-            self._arrived = torch.empty(self._layout.length, dtype=self._layout.dtype, device=self._device)
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # the last exchange may still read it
-        with torch.cuda.stream(self._stream):
-            self._arrived.copy_(memory.slots[slot], non_blocking=True)
-        self._stream.synchronize()
-        return replace(message, snapshot=self._arrived) if memory.sequence(slot) == sequence else None
-
-
-def _pin(slots: list[Tensor], device: torch.device) -> torch.cuda.Stream | None:
-    """Make the slots reachable for the GPU's copy engines, and give a stream for them."""
-    if device.type != "cuda":
-        return None
-    for slot in slots:
-        if len(slot) and not slot.is_pinned():
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(slot.data_ptr(), slot.nbytes, 0))
-    return torch.cuda.Stream(device)
-
-
-@dataclass(frozen=True)
-class Datagram:
-    """What arrived: an exchange message with its slot, or a note (JSON) from the supervisor."""
-
-    message: Message | None
-    slot: int = NO_SLOT
-    sequence: int = 0
-    note: bytes = b""
 
 
 class Post:
@@ -257,20 +77,113 @@ class Post:
             raise
         return True
 
-    def receive(self) -> Iterator[bytes]:
-        """All datagrams that wait, if they come from this user or root."""
+    def receive(self) -> Iterator[tuple[str, bytes]]:
+        """All datagrams that wait and come from this user or root, each with the name of the socket that sent it."""
+        prefix = self._address("")
         with contextlib.suppress(BlockingIOError):
             while True:
-                data, ancillary, _, _ = self._socket.recvmsg(LARGEST, socket.CMSG_SPACE(12))
-                senders = [struct.unpack("3i", value)[1] for _, kind, value in ancillary if kind == 2]
-                if senders and senders[0] in {0, os.getuid()}:
-                    yield data
+                data, ancillary, _, address = self._socket.recvmsg(LARGEST, socket.CMSG_SPACE(12))
+                users = [struct.unpack("3i", value)[1] for _, kind, value in ancillary if kind == 2]
+                ours = isinstance(address, str) and address.startswith(prefix)
+                if ours and users and users[0] in {0, os.getuid()}:
+                    yield address[len(prefix) :], data
 
     def close(self) -> None:
         self._socket.close()
 
     def _address(self, name: str) -> str:
         return f"{self._mail}/{name}"
+
+
+class SharedCarrier:
+    """One learner's end, in its own process. It holds the learner's socket and maps the memories of its partners."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        post: Post,
+        descriptors: list[int],
+        *,
+        snapshot: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`snapshot` copies into a given tensor what others are to see; by default the learner's state."""
+        self.layout = Layout(len(learner.state), learner.state.dtype)
+        self.memory = Memory(descriptors[learner.number], self.layout)
+        self._slots = Slots(self.memory, learner.state, snapshot or learner.snapshot, 4 * self.layout.deadline_s)
+        self._peers = Peers(descriptors, self.layout, learner.state.device)
+        self._post = post
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for source in (post.fileno(), self._bell):
+            self._poll.register(source, select.POLLIN)
+
+    def meet(self, partner: int) -> None:
+        """Map the partner's memory now, which takes long on a GPU."""
+        self._peers.memory(partner)
+
+    def show(self) -> int:
+        """Put the learner's model into the slot that the supervisor reads; returns its sequence number.
+
+        This is no message. It may be called beside the exchange thread, by one thread at a time.
+        """
+        sequence = self.memory.sequence(LOOK) + 1
+        self.memory.set_sequence(LOOK, sequence)
+        self._slots.copy_to(LOOK)
+        return sequence
+
+    @property
+    def room(self) -> int:
+        return len(self._slots.free)
+
+    def take(self) -> Tensor:
+        return self._slots.take()
+
+    def free(self, snapshot: Tensor) -> None:
+        self._slots.done(snapshot)
+
+    def send(self, message: Message) -> bool:
+        if message.snapshot is None:
+            return self._post.send(str(message.receiver), encode(message))
+        slot = self._slots.slot_of(message.snapshot)
+        sent = self._post.send(str(message.receiver), encode(message, slot, self.memory.sequence(slot)))
+        if not sent:
+            self._slots.take_back(slot)
+        return sent
+
+    def receive(self, timeout_s: float) -> Sequence[Message]:
+        ready = {descriptor for descriptor, _ in self._poll.poll(1000 * timeout_s)}
+        if self._bell in ready:
+            os.eventfd_read(self._bell)
+        if self._post.fileno() not in ready:
+            return []
+        messages = (self._opened(sender, data) for sender, data in self._post.receive())
+        return [message for message in messages if message is not None]
+
+    def release(self, message: Message) -> None:
+        if isinstance(message.receipt, Receipt):
+            message.receipt.memory.release(message.receipt.slot, message.receipt.sequence)
+
+    def expose(self, exposed: bool) -> None:
+        self.memory.exposed = exposed
+
+    def deadline_s(self, partner: int) -> float:
+        return self.layout.deadline_s
+
+    def wake(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        self._post.close()
+        os.close(self._bell)
+
+    def _opened(self, sender: str, data: bytes) -> Message | None:
+        try:
+            message, slot, sequence = decode(data)
+        except (struct.error, IndexError):
+            return None
+        if sender != str(message.sender):
+            return None
+        return message if slot == NO_SLOT else self._peers.opened(message, slot, sequence)
 
 
 def encode(message: Message, slot: int = NO_SLOT, sequence: int = 0) -> bytes:
@@ -280,11 +193,9 @@ def encode(message: Message, slot: int = NO_SLOT, sequence: int = 0) -> bytes:
     return head + b"".join(COUNT.pack(*row) for row in to_rows(message.progress))
 
 
-def decode(data: bytes) -> Datagram:
-    """The reverse; whatever is not a message is a note."""
-    if data[:1] == b"{":
-        return Datagram(None, note=data)
+def decode(data: bytes) -> tuple[Message, int, int]:
+    """The reverse: message, slot, sequence. Raises struct.error or IndexError for anything else."""
     kind, sender, receiver, initiator, number, slot, sequence = HEAD.unpack_from(data)
     progress = from_rows(COUNT.iter_unpack(data[HEAD.size :]))
     message = KINDS[kind](sender=sender, receiver=receiver, initiator=initiator, number=number, progress=progress)
-    return Datagram(message, slot, sequence)
+    return message, slot, sequence

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adp2sgd.device import Recorded, laid_out, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.engine import Clipped, Engine
-from adp2sgd.privacy.noise import NoiseSource
+from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.task import Loss
 
 SLOPE = 0.1

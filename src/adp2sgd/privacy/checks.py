@@ -1,6 +1,6 @@
 """What private mode refuses before it starts: each refusal is one line with the reason and the fix.
 
-`check_rows` and `check_model` once per task, `check_budget` for its largest shard. None looks at a record's values: a
+`check_rows` and `check_model` are called once per task. Neither looks at a record's values: a
 refusal that depended on them would itself tell something about the data.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from adp2sgd.errors import Adp2sgdError, PrivacyError
 from adp2sgd.privacy.crowds import FAILURES, ORDINARY, SIZE, WATCHED, Rows
-from adp2sgd.privacy.mechanism import POISSON
 from adp2sgd.privacy.together import refuse_coupled_backward, runs_own_code, sizes
 
 if TYPE_CHECKING:
@@ -32,66 +30,10 @@ Result = TypeVar("Result")
 Preparation = Callable[[Tensor], Tensor]
 Augmentation = Callable[[Tensor, Generator], Tensor]
 
-LEAST_CLIP_NORM = 1e-6  # squares of norms far below it would vanish in float32; adaptive clipping goes down by 1e6
 PROBES = 4  # synthetic records in a batch of which a gradient is taken
 MIDDLE = 1  # the one whose gradient is watched has others before and after it, and is not its own mirror image
 SEEDS = 16  # of what draws whom to mix: by chance the watched record meets only itself, or nobody is mixed
 _NO_BATCHNORM = 'use norm = "group", or adp2sgd.models.norm.without_batchnorm(model)'
-
-
-def check_budget(
-    *,
-    records: int,
-    delta: float | None,
-    clip_norm: float,
-    sample_rate: float,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
-    sampler: str = POISSON,
-    fitted: str | None = None,
-) -> list[str]:
-    """Refuse settings that cannot give a learner with `records` records a guarantee; returns warnings.
-
-    `noise_multiplier` is None where it is still to be calibrated for `epsilon`; `fitted` is the task's.
-    """
-    if fitted is not None:
-        raise PrivacyError(f"{fitted} is fitted on private records, which noise does not cover; use public constants")
-    if sampler != POISSON:
-        raise PrivacyError(f'sampler = "{sampler}" has no private guarantee here; use "{POISSON}" batches')
-    if not 0 < sample_rate <= 1:
-        raise PrivacyError(
-            f"sample_rate = {sample_rate:.4g} (batch_size over {records} records) is not in (0, 1]; "
-            f"use a batch_size from 1 to {records}"
-        )
-    if not LEAST_CLIP_NORM <= clip_norm < math.inf:
-        raise PrivacyError(
-            f"clip_norm = {clip_norm:g} cannot bound a record's gradient; use {LEAST_CLIP_NORM:g} or more, such as 1.0"
-        )
-    if epsilon is None and noise_multiplier is None:
-        raise PrivacyError("neither epsilon nor noise_multiplier is set; set privacy.epsilon, for example to 3.0")
-    if epsilon is not None and not 0 < epsilon < math.inf:
-        raise PrivacyError(f"epsilon = {epsilon} is no budget; use a positive, finite one such as 3.0")
-    if noise_multiplier is not None and not 0 < noise_multiplier < math.inf:
-        raise PrivacyError(
-            f"noise_multiplier = {noise_multiplier} meets no budget; use a positive one such as 1.0, or leave it out"
-        )
-    return _check_delta(delta, records)
-
-
-def _check_delta(delta: float | None, records: int) -> list[str]:
-    limit = 1 / max(records, 1)
-    if delta is None:
-        raise PrivacyError(f"delta is missing; set privacy.delta well below 1/{records} records = {limit:.1g}")
-    if not 0 < delta < limit:
-        raise PrivacyError(
-            f"delta = {delta:g} must be above 0 and below 1/{records} records = {limit:.2g}, else publishing a whole "
-            f"record could meet it; use {limit / 10:.0e} or less"
-        )
-    if delta >= 0.1 * limit:
-        return [
-            f"delta = {delta:g} is close to 1/{records} records = {limit:.2g}; {limit / 10:.0e} or less is customary"
-        ]
-    return []
 
 
 def check_model(

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
 import os
 import secrets
 import socket
@@ -32,6 +30,10 @@ from typing import Any, Self
 from adp2sgd.errors import LedgerError, PrivacyError
 from adp2sgd.files import owner_only
 from adp2sgd.privacy.hold import lock, open_regular
+from adp2sgd.privacy.lines import decode as _decode
+from adp2sgd.privacy.lines import encode as _encode
+from adp2sgd.privacy.lines import plain as _plain
+from adp2sgd.privacy.lines import sum_of as _sum_of
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 from adp2sgd.privacy.policy import Policy, parse
 
@@ -379,30 +381,3 @@ def _read_header(path: str | Path, data: bytes) -> Account:
         raise LedgerError(f"the ledger {path} has version {header['ledger']}; install an adp2sgd that knows it")
     names = {name: header[name] for name in ("dataset", "site", "block")}
     return Account(**names, sum=_sum_of(line), size=len(line))
-
-
-def _encode(entry: dict[str, Any], previous: str, width: int) -> bytes:
-    body = json.dumps(entry, separators=(",", ":"), allow_nan=False)[:-1]
-    digest = hashlib.sha256((previous + body).encode()).hexdigest()[:32]
-    line = f'{body},"sum":"{digest}"}}'.ljust(width - 1).encode() + b"\n"
-    if width and len(line) != width:
-        raise LedgerError(f"a ledger line of {len(line)} bytes exceeds {width}; use a shorter sampler name")
-    return line
-
-
-def _decode(line: bytes, previous: str, width: int) -> dict[str, Any] | None:
-    """The entry, or None unless the line is to the byte what `_encode` writes after the line with sum `previous`."""
-    try:
-        entry = json.loads(line)
-        del entry["sum"]
-        return entry if _encode(entry, previous, width) == line else None
-    except (ValueError, TypeError, KeyError, LedgerError):
-        return None
-
-
-def _sum_of(line: bytes) -> str:
-    return str(json.loads(line)["sum"])
-
-
-def _plain(text: str) -> str:
-    return "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in text)[:60]

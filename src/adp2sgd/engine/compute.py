@@ -1,0 +1,111 @@
+"""Where the learners of one process compute: a device, one model, and the gradient steps that they share."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from adp2sgd.device import AUTOCAST, compiled, tune
+from adp2sgd.engine.plan import Plan
+from adp2sgd.errors import WITHHELD, ConfigError, kind, tellable
+from adp2sgd.flat import FlatModel
+from adp2sgd.gradient import choose
+from adp2sgd.gradient.engine import Engine
+from adp2sgd.gradient.privatize import Adaptation, GradientStep, PlainStep, PrivateStep
+from adp2sgd.privacy.budget import Budget
+from adp2sgd.privacy.mechanism import beside_count
+from adp2sgd.task import Task
+
+SEEDED_PIECE = 512  # most rows (a record has `copies` of them) whose gradients are taken at once in a seeded run
+
+
+class Compute:
+    """The model starts at the plan's initial weights: the same in every process."""
+
+    def __init__(self, plan: Plan, task: Task, device: torch.device, *, largest_shard: int) -> None:
+        """`task` gives model and loss. Of its records only type and shape are used."""
+        self.plan, self.task, self.device = plan, task, device
+        self._largest_shard = largest_shard
+        config = plan.config
+        tune(device, config.precision, private=plan.private, padded=config.speeds.pad)
+        self.model = build_model(task, device, config.task, plan.seed, private=plan.private)
+
+    @cached_property
+    def plain_step(self) -> PlainStep:
+        """One for all learners of the process: they share the model, and so the recorded step."""
+        config = self.plan.config
+        loss, sigma, autocast = self.task.loss, config.privacy.sigma or 0.0, AUTOCAST[config.precision]
+        if not config.compile or self.device.type != "cuda":
+            return PlainStep(loss, sigma, autocast)
+        return PlainStep(loss, sigma, autocast, network=partial(compiled, fixed=config.privacy.mode == "paper"))
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Takes the private gradients of all learners of the process.
+
+        It is chosen at the initial weights, before any neighbour's weights are loaded, because they could mislead the
+        choice. A seeded run does not depend on the memory that happens to be free.
+        """
+        config = self.plan.config
+        copies = config.privacy.copies
+        piece = None if config.seed is None else max(1, SEEDED_PIECE // copies)
+        made = choose.build(
+            self.model, self.task.loss, engine=config.privacy.engine, copies=copies, piece=piece,
+            autocast=AUTOCAST[config.precision], expected=min(config.batch_size, self._largest_shard),
+        )  # fmt: skip
+        if isinstance(made, choose.Automatic):
+            inputs, targets = (part[:0].to(self.device) for part in (self.task.train.inputs, self.task.train.targets))
+            made.settle(self.task.prepare(inputs), targets)
+        return made
+
+    def gradient_step(self, budget: Budget | None) -> GradientStep:
+        """What turns a learner's batches into gradients: plain without a budget, else with the budget's noise."""
+        config = self.plan.config
+        privacy = config.privacy
+        if budget is None:
+            return self.plain_step
+        clip_norm, noise = privacy.clip_norm, budget.plan.mechanism.noise_multiplier
+        count_noise = privacy.noise_on_count(config.batch_size)
+        if privacy.clip_quantile is None or count_noise is None:
+            return PrivateStep(self.engine, clip_norm=clip_norm, noise_multiplier=noise)
+        adaptation = Adaptation(
+            quantile=privacy.clip_quantile, rate=privacy.clip_rate, count_noise=count_noise, start=clip_norm
+        )
+        own = beside_count(noise, count_noise)
+        return PrivateStep(self.engine, clip_norm=clip_norm, noise_multiplier=own, adaptation=adaptation)
+
+    def named(self, theta: Tensor) -> dict[str, Tensor]:
+        """θ under torch's own names, with everything that the module's `load_state_dict` asks for."""
+        self.model.load(theta)
+        return {name: tensor.detach().clone() for name, tensor in self.model.module.state_dict().items()}
+
+
+def build_model(task: Task, device: torch.device, name: str, seed: int, *, private: bool) -> FlatModel:
+    """The model of the task called `name`, with initial weights from `seed`."""
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return FlatModel(task.model(), device)
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise ConfigError(f'the model of task = "{name}" does not fit into memory; make it smaller') from None
+        if private and not tellable(error):
+            raise ConfigError(f'the model of task = "{name}" cannot be made ({kind(error)}); {WITHHELD}') from None
+        raise
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f'device = "{name}" is unknown; use auto, cpu, cuda or cuda:N') from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device = "{name}" is not supported; use auto, cpu, cuda or cuda:N')
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f'device = "{name}" but this machine has no usable GPU; use device = "cpu"')
+    return device

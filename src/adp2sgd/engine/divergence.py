@@ -1,0 +1,55 @@
+"""The watch over the gradients' norms, which shows that a run diverges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adp2sgd.errors import DivergedError
+from adp2sgd.learner import Learner
+from adp2sgd.run_folder import Folder
+
+WATCH_EVERY = 32
+"""Steps between looks at the norms, so that a GPU is not made to wait at each."""
+
+
+class Watch:
+    """Steps whose norms have not been looked at yet."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self._steps: list[tuple[int, dict[str, Any], Tensor]] = []
+
+    def note(self, learner: Learner, event: dict[str, Any]) -> None:
+        """Keep what is to be written of the learner's last step."""
+        clip = {} if learner.clip_norm is None else {"clip_norm": learner.clip_norm}
+        self._steps.append((learner.number, {"step": learner.steps, **event, **clip}, learner.gradient_norm))
+
+    @property
+    def due(self) -> bool:
+        return len(self._steps) >= WATCH_EVERY
+
+    def look(self) -> tuple[list[tuple[int, dict[str, Any]]], DivergedError | None]:
+        """The events of all steps since the last look, each with its learner's number; up to the first whose norm is
+        not finite, and then the error to raise."""
+        steps, self._steps = self._steps, []
+        events = []
+        norms = torch.stack([norm for *_, norm in steps]).tolist() if steps else []
+        for (number, event, _), norm in zip(steps, norms, strict=True):
+            finite = math.isfinite(norm)
+            events.append((number, {**event, "gradient_norm": norm if finite else None}))
+            if not finite:
+                return events, _diverged(number, event["step"], self.folder)
+        return events, None
+
+
+def _diverged(learner: int, step: int, folder: Folder) -> DivergedError:
+    """A gradient that is not finite: at a first step it may be the records' doing."""
+    cure = "lower optimizer.lr" if step > 1 else "look for records whose values are not finite, or lower optimizer.lr"
+    return DivergedError(
+        f"learner {learner} diverged at its step {step}: the gradient is no longer finite; {cure}; "
+        f"what was recorded is in {folder.path}"
+    )

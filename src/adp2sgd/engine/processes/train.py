@@ -1,0 +1,221 @@
+"""`adp2sgd train`: real learners on one machine, one process each, and what they report together."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from adp2sgd.config import Config
+from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine.budgets import open_budget, read_budget
+from adp2sgd.engine.evaluate import Figures, average, consensus
+from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
+from adp2sgd.engine.processes.forkserver import ForkServer
+from adp2sgd.engine.processes.observer import write_point
+from adp2sgd.engine.processes.seat import Seat
+from adp2sgd.engine.processes.supervisor import SESSION, Patience, Supervisor
+from adp2sgd.engine.result import finish, save_model
+from adp2sgd.engine.setup import Setup, beginning, prepare
+from adp2sgd.engine.status import RunStatus
+from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, callback, telling_no_values
+from adp2sgd.exchange.shared import require_linux
+from adp2sgd.privacy.budget import Budget
+from adp2sgd.privacy.plan import Plan
+from adp2sgd.randomness.streams import Streams
+from adp2sgd.run_folder import Folder, LearnerResult, Point, Run
+
+MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """A learner after its end: its ledger has the last word on what was spent."""
+
+    budget: Budget | None
+    noise_source: str
+
+
+def train(
+    config: Config,
+    folder: str | Path | None = None,
+    *,
+    resume: bool = False,
+    exchange: bool = True,
+    on_status: Callable[[RunStatus], None] | None = None,
+    patience: Patience | None = None,
+) -> Run:
+    """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
+
+    `resume` goes on from the learners' last checkpoints, with their own ledgers and fresh noise. Without `exchange`
+    the learners never meet: what benchmarks compare with.
+    """
+    require_linux()
+    if config.learners > MOST_LEARNERS:
+        raise ConfigError(f"learners = {config.learners} is too many for train ({MOST_LEARNERS} at most); use simulate")
+    if folder is None:
+        with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
+            run = train(config, Path(scratch) / "run", exchange=exchange, on_status=on_status, patience=patience)
+            return replace(run, folder=None)
+    with telling_no_values(config.privacy.mode == "private"):
+        return _train(config, folder, resume, exchange, callback(on_status or (lambda _: None)), patience)
+
+
+def _train(
+    config: Config,
+    folder: str | Path,
+    resume: bool,
+    exchange: bool,
+    on_status: Callable[[RunStatus], None],
+    patience: Patience | None,
+) -> Run:
+    kept = _read_session(Folder.open(folder)) if resume else {}
+    setup = prepare(config, kept.get("seed"), resumed=resume)  # before the folder: a wrong task leaves nothing behind
+    home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
+    with home.held():
+        if resume:
+            _read_session(home)  # it may have ended since
+        with closing(ForkServer()) as server:
+            with beginning(home, fresh=not resume):
+                plans = _plan(setup, home)
+            supervisor = Supervisor(
+                setup,
+                home,
+                server,
+                mode="resume" if resume else "fresh",
+                seats=[Seat.resumed(seat) for seat in kept.get("seats", ())],
+                elapsed_s=kept.get("seconds", 0.0),
+                exchange=exchange,
+                plans=plans,
+                patience=patience,
+                on_status=on_status,
+            )
+            supervisor.notes += kept.get("notes", [])
+            supervisor.run()
+        if supervisor.interrupted and supervisor.global_steps < setup.plan.target_steps:
+            raise InterruptedRunError(
+                f"interrupted at epoch {setup.plan.epoch(supervisor.global_steps):.2f}; nothing is lost: "
+                f"go on with adp2sgd train --resume {home.path}"
+            )
+        return _result(supervisor, home)
+
+
+def _plan(setup: Setup, home: Folder) -> list[Plan]:
+    """The learners' budgets, made before they start: alike learners share the work, and errors come early."""
+    if setup.plan.config.privacy.mode != "private":
+        return []
+    plans = []
+    for learner in range(setup.plan.config.learners):
+        name, records = setup.site_names[learner], len(setup.shards[learner])
+        with closing(open_budget(setup.plan, learner, name, records, home.learner(learner))) as budget:
+            plans.append(budget.plan)
+    return plans
+
+
+def _read_session(home: Folder) -> dict[str, Any]:
+    if (home.path / "result.json").exists():
+        raise RunError(f"{home.path} holds a finished run; its result is in result.json")
+    try:
+        kept: dict[str, Any] = json.loads((home.path / SESSION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise RunError(
+            f"{home.path} holds no run of `train` to go on with; if it is one of `simulate`, resume it with that, "
+            "else start it with another --out"
+        ) from None
+    return kept
+
+
+def _result(supervisor: Supervisor, home: Folder) -> Run:
+    """Save the average model; then evaluate it and the learners' models, ask the ledgers, write the result."""
+    setup, states = supervisor.setup, supervisor.states
+    if not states:
+        raise RunError(f"no learner ended with a model; what happened: {'; '.join(supervisor.notes)}")
+    theta = average(list(states.values())).to(setup.compute.device)
+    try:
+        save_model(setup, theta, home)  # it is paid for, whatever becomes of its evaluation
+        run = _evaluated(supervisor, home, theta)
+        write_point(home, run.curve[-1])
+        home.write_result(run)
+    except OSError as error:
+        raise RunError(
+            f"the run is complete but its result cannot be written to {home.path} ({error.strerror}); mend that, then "
+            f"--resume {home.path} writes it"
+        ) from None
+    (home.path / SESSION).unlink(missing_ok=True)
+    return run
+
+
+def _evaluated(supervisor: Supervisor, home: Folder, theta: Tensor) -> Run:
+    setup, states = supervisor.setup, supervisor.states
+    accounts = [_account(setup, seat.learner, home, supervisor.notes) for seat in supervisor.seats]
+    results = tuple(_learner_result(supervisor, home, seat, accounts[seat.learner]) for seat in supervisor.seats)
+    metrics = setup.held_out.figures(theta)
+    steps = sum(each.steps for each in results)
+    point = Point(
+        global_steps=steps,
+        epoch=setup.plan.epoch(steps),
+        seconds=supervisor.seconds,
+        loss=metrics.loss,
+        accuracy=metrics.accuracy,
+        consensus=consensus([state.to(setup.compute.device) for state in states.values()], theta),
+    )
+    curve = (*(each for each in supervisor.curve if each.global_steps < steps), point)
+    run = finish(setup, accounts, results, curve, theta=theta, clock="real", folder=str(home.path))
+    return replace(run, notes=(*run.notes, *_told(supervisor)))
+
+
+def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Account:
+    source = Streams(setup.plan.config.seed, learner)("noise", 0).name_on(setup.compute.device)
+    if setup.plan.config.privacy.mode != "private":
+        return Account(None, source)
+    try:
+        return Account(read_budget(setup.plan, learner, setup.site_names[learner], home.learner(learner)), source)
+    except LedgerError as error:
+        notes.append(f"learner {learner}: {error}")
+        return Account(None, source)
+
+
+def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: Account) -> LearnerResult:
+    setup, totals, steps = supervisor.setup, seat.totals, supervisor.steps(seat)
+    state = supervisor.states.get(seat.learner)
+    if state is None:
+        saved = learner_checkpoint.load(home, seat.learner)
+        state = saved.state if saved is not None and saved.tensors else None
+    metrics = Figures() if state is None else setup.held_out.figures(state.to(setup.compute.device))
+    return LearnerResult(
+        learner=seat.learner,
+        steps=steps,
+        share=steps / max(1, supervisor.global_steps),
+        staleness_mean=totals.staleness_mean,
+        staleness_max=totals.staleness_max,
+        exchanges=totals.exchanges,
+        initiated=totals.initiated,
+        mixed_before=totals.mixed_before,
+        busy=totals.busy,
+        unconfirmed=totals.unconfirmed,
+        bytes_sent=totals.bytes_sent,
+        loss=metrics.loss,
+        accuracy=metrics.accuracy,
+        expired=totals.expired,
+        halves=totals.halves + seat.died,
+        restarts=seat.restarts,
+        state=seat.fate,
+        clip_norm=seat.status.clip_norm,
+        **(account.budget.figures() if account.budget is not None else {}),
+    )
+
+
+def _told(supervisor: Supervisor) -> list[str]:
+    """What happened, in words: the supervisor's notes, then what the learners said themselves."""
+    said = [f"learner {seat.learner} {note}" for seat in supervisor.seats for note in dict.fromkeys(seat.status.notes)]
+    halves = sum(seat.totals.halves + seat.died for seat in supervisor.seats)
+    unconfirmed = sum(seat.totals.unconfirmed for seat in supervisor.seats)
+    if halves or unconfirmed:
+        said.append(f"{halves} half-exchanges, and {unconfirmed} answers without a commit (each may be one)")
+    return [*supervisor.notes, *said]

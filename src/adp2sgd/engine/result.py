@@ -1,0 +1,136 @@
+"""What a run reports, from what its learners did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from adp2sgd.config import Config
+from adp2sgd.engine.budgets import new_ledgers
+from adp2sgd.engine.setup import Setup
+from adp2sgd.privacy.budget import Budget
+from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL
+from adp2sgd.run_folder import Folder, LearnerResult, Point, Run, versions
+
+NO_GUARANTEE = {
+    "none": "the gradients carry no noise",
+    "paper": "the paper's noise is added to gradients that are not clipped, so one record's influence is unbounded",
+}
+
+
+class Accounted(Protocol):
+    """What a result needs of a learner beside its figures."""
+
+    @property
+    def budget(self) -> Budget | None: ...
+    @property
+    def noise_source(self) -> str: ...
+
+
+def finish(
+    setup: Setup,
+    learners: Sequence[Accounted],
+    results: tuple[LearnerResult, ...],
+    curve: tuple[Point, ...],
+    *,
+    theta: Tensor,
+    clock: str,
+    folder: str,
+) -> Run:
+    """What a run reports, from what its learners did."""
+    config, last = setup.plan.config, curve[-1]
+    return Run(
+        task=config.task,
+        algorithm=config.algorithm,
+        accuracy=last.accuracy,
+        loss=last.loss,
+        seconds=last.seconds,
+        clock=clock,
+        global_steps=last.global_steps,
+        overshoot=max(0, last.global_steps - setup.plan.target_steps),
+        epochs=last.epoch,
+        consensus=last.consensus,
+        seeded=config.seed is not None,
+        guarantee=_guarantee(learners),
+        guarantee_why=_why_none(config, learners),
+        noise_source=learners[0].noise_source,
+        learners=tuple(replace(each, site=setup.site_names[each.learner]) for each in results),
+        sites=_by_site(setup, theta),
+        curve=curve,
+        notes=(
+            *setup.notes,
+            *setup.held_out.notes,
+            *_capped(learners, whole=last.global_steps >= setup.plan.target_steps),
+            *new_ledgers(config, [each.budget for each in learners if each.budget is not None]),
+        ),
+        versions=versions(),
+        folder=folder,
+    )
+
+
+def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
+    """Who trained no more from some step on: with uneven speeds the fast learners, to the surprise of many. In a
+    `whole` run where all have taken the last step that they may, they have simply finished."""
+    at = [
+        k
+        for k, each in enumerate(learners)
+        if each.budget is not None and each.budget.steps >= each.budget.plan.max_steps
+    ]
+    if not at or (whole and len(at) == len(learners)):
+        return []
+    who = f"learner{'s' if len(at) > 1 else ''} {', '.join(map(str, at[:8]))}{' and more' if len(at) > 8 else ''}"
+    return [
+        f"{who} reached the cap on private steps and only averaged from then on; a larger privacy.headroom (more "
+        "noise) or privacy.epsilon allows more steps"
+    ]
+
+
+def _guarantee(learners: Sequence[Accounted]) -> Any:
+    """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
+    spent, and the largest that was."""
+    found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
+    if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
+        return "none"
+    most = max(found, key=lambda each: each.epsilon_spent)
+    weakest = max(found, key=lambda each: each.epsilon)
+    told = {name: getattr(most, name) for name in ("epsilon_spent", "epsilon_others", "steps", "max_steps")}
+    alone = max(each.epsilon_alone or 0.0 for each in found)
+    threat = min((each.threat_model for each in found), key=_covers_time)
+    weakest = replace(weakest, **told, epsilon_alone=alone, threat_model=threat)
+    valid_if = "no record lies at two learners"
+    return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}
+
+
+def _covers_time(threat_model: str) -> bool:
+    return threat_model == TIMED_THREAT_MODEL
+
+
+def _why_none(config: Config, learners: Sequence[Accounted]) -> str | None:
+    if config.privacy.mode != "private":
+        return NO_GUARANTEE[config.privacy.mode]
+    unknown = any(learner.budget is None for learner in learners)
+    return "a learner's ledger cannot be read, so what it spent is unknown; see the notes" if unknown else None
+
+
+def _by_site(setup: Setup, theta: Tensor) -> dict[str, dict[str, float | int | None]]:
+    sites, names = setup.task.test.sites, setup.task.test.site_names
+    if sites is None:
+        return {}
+    figures = {}
+    for number, name in enumerate(names):
+        rows = torch.nonzero(sites == number).flatten()
+        if len(rows):
+            metrics = setup.held_out.figures(theta, rows)
+            figures[name] = {"accuracy": metrics.accuracy, "loss": metrics.loss, "records": len(rows)}
+    return figures
+
+
+def save_model(setup: Setup, theta: Tensor, folder: Folder) -> None:
+    """θ as model.safetensors."""
+    config = setup.plan.config
+    facts = {"task": config.task, "options": config.options}
+    folder.save_tensors("model.safetensors", setup.compute.named(theta), facts)

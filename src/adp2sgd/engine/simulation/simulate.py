@@ -1,0 +1,391 @@
+"""K learners in one process and virtual time: deterministic from the seed.
+
+ADPSGD is an event heap of `(time, order, event)`: a learner finishes a step, or a message arrives. When a step ends,
+the learner starts its exchange and then descends; with a free network the exchange completes in between, which is
+Algorithm 1 to the letter. SYNC is a loop of rounds, each as long as its slowest learner plus an all-reduce.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adp2sgd.config import Config
+from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine.divergence import Watch
+from adp2sgd.engine.evaluate import Figures, average, consensus
+from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
+from adp2sgd.engine.result import finish, save_model
+from adp2sgd.engine.setup import Setup, beginning, prepare
+from adp2sgd.engine.simulation import checkpoint
+from adp2sgd.engine.simulation.events import Event, Member, StepEnd, Turn
+from adp2sgd.engine.simulation.open_files import allow_open_files
+from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
+from adp2sgd.engine.status import RunStatus
+from adp2sgd.engine.threads import suited_threads
+from adp2sgd.errors import InterruptedRunError, callback, telling_no_values
+from adp2sgd.exchange.memory import MemoryCarrier, Pool
+from adp2sgd.exchange.protocol import Busy, Exchange, Message
+from adp2sgd.run_folder import Folder, LearnerResult, Point, Run
+
+STATUSES = 1000  # calls of `on_status` in a run, at least
+STATUS_S = 1.0  # real time between two of them, at most
+
+
+def simulate(
+    config: Config,
+    folder: str | Path | None = None,
+    *,
+    resume: bool = False,
+    on_status: Callable[[RunStatus], None] | None = None,
+) -> Run:
+    """Run `config` in virtual time. `folder` keeps the record; without it nothing is left behind.
+
+    `resume` goes on from the folder's last checkpoint: a seeded run ends exactly as if it had not been interrupted.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
+            return replace(simulate(config, Path(scratch) / "run", on_status=on_status), folder=None)
+    with telling_no_values(config.privacy.mode == "private"):
+        return _simulate(config, folder, resume, callback(on_status or (lambda _: None)))
+
+
+def _simulate(config: Config, folder: str | Path, resume: bool, on_status: Callable[[RunStatus], None]) -> Run:
+    kind = Synchronous if config.algorithm == "sync" else Asynchronous
+    saved = checkpoint.read(Folder.open(folder)) if resume else None
+    setup = prepare(
+        config, saved.seed if saved else None, resumed=resume
+    )  # before the folder: a wrong task leaves nothing behind
+    home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
+    simulation = kind(setup, home, on_status)
+    with (
+        home.held(),
+        home.telling_of_full_disks(),
+        closing(simulation),
+        suited_threads(len(simulation.setup.compute.model.weights), config.batch_size),
+    ):
+        if saved is not None and config.seed is not None:
+            home.remove_logs("ledger.jsonl", "plan.json")  # a seeded run repeats its draws: charged anew, not twice
+        with beginning(home, fresh=not resume):
+            simulation.enlist()
+        if saved is None:
+            simulation.start()
+        else:
+            checkpoint.restore(simulation, saved)
+        return simulation.run()
+
+
+class Simulation:
+    """What SYNC and ADPSGD share: the clock, the record, evaluation and checkpoints."""
+
+    def __init__(self, setup: Setup, folder: Folder, on_status: Callable[[RunStatus], None]) -> None:
+        self.setup = setup
+        self.folder = folder
+        self.time = 0.0
+        self.order = 0
+        self.global_steps = 0
+        self.heap: list[tuple[float, int, Event]] = []
+        self.curve: list[Point] = []
+        self.members: list[Member] = []
+        self._on_status = on_status
+        self._next_status = 0.0
+        self._watch = Watch(folder)
+        self._pool = Pool()
+
+    def _post(self, message: Message) -> None:
+        """Send a message on its way."""
+        raise NotImplementedError
+
+    def enlist(self) -> None:
+        """Make the learners; private ones hold a ledger each from now on."""
+        count = self.setup.plan.config.learners
+        if self.setup.plan.config.privacy.mode == "private":
+            allow_open_files(count)
+        for number in range(count):
+            learner = self.setup.learner(number, self.folder.learner(number))
+            exchange = Exchange(learner, MemoryCarrier(learner, self._post, self._pool))
+            self.members.append(Member(learner, exchange))
+
+    def start(self) -> None:
+        """Everything that happens at time 0."""
+
+    def advance(self) -> None:
+        """Process the next event or round."""
+        raise NotImplementedError
+
+    def run(self) -> Run:
+        """Until the global count is reached or all learners have spent their budgets."""
+        with Interrupt() as interrupt:
+            while self.global_steps < self.setup.plan.target_steps and not self._all_stopped():
+                before = self.global_steps
+                self.advance()
+                if self.global_steps != before:
+                    self._keep_schedule(before)
+                if interrupt.requested:
+                    self.checkpoint()
+                    raise InterruptedRunError(
+                        f"interrupted at epoch {self.setup.plan.epoch(self.global_steps):.2f}; nothing is lost: "
+                        f"go on with adp2sgd simulate --resume {self.folder.path}"
+                    )
+            self.drain()
+            return self._result()  # the steps are done: an interruption now waits for the result
+
+    def close(self) -> None:
+        self.folder.flush()
+        for member in self.members:
+            if member.learner.budget is not None:
+                member.learner.budget.close()
+
+    def drain(self) -> None:
+        """Let exchanges under way complete."""
+
+    def states(self) -> list[Tensor]:
+        return [member.learner.state for member in self.members]
+
+    def checkpoint(self) -> None:
+        self._look()
+        checkpoint.write(self)
+
+    def _step_done(self, member: Member) -> None:
+        """Book-keeping after a learner's update."""
+        learner, stale = member.learner, member.note_staleness(self.global_steps)
+        self.global_steps += 1
+        event = {"global_step": self.global_steps, "seconds": self.time, "staleness": stale}
+        self._watch.note(learner, event)
+        if self._watch.due:
+            self._look()
+
+    def _look(self) -> None:
+        """Write the pending step events; a norm that is not finite ends the run."""
+        events, error = self._watch.look()
+        for learner, event in events:
+            self.folder.log(learner, event)
+        if error is not None:
+            raise error
+
+    def _keep_schedule(self, before: int) -> None:
+        config = self.setup.plan.config
+        if self._passed(config.evaluate_every, before):
+            self._evaluate()
+        if config.checkpoint_every and self._passed(config.checkpoint_every, before):
+            self.checkpoint()
+        share = max(1, self.setup.plan.target_steps // STATUSES)
+        if self.global_steps // share != before // share or time.monotonic() >= self._next_status:
+            self._next_status = time.monotonic() + STATUS_S
+            self._on_status(self.status)
+
+    @property
+    def status(self) -> RunStatus:
+        plan = self.setup.plan
+        return RunStatus(
+            task=plan.config.task,
+            algorithm=plan.config.algorithm,
+            clock="virtual",
+            seconds=self.time,
+            global_steps=self.global_steps,
+            target_steps=plan.target_steps,
+            epoch=plan.epoch(self.global_steps),
+            epochs=plan.config.epochs,
+            learners=tuple(
+                member.status(name) for member, name in zip(self.members, self.setup.site_names, strict=True)
+            ),
+            curve=tuple(self.curve),
+            notes=self.setup.notes,
+        )
+
+    def _passed(self, every_epochs: float, before: int) -> bool:
+        steps = every_epochs * self.setup.plan.steps_per_epoch
+        return before // steps != self.global_steps // steps
+
+    def _evaluate(self) -> Point:
+        self._look()
+        states = self.states()
+        theta = average(states)
+        metrics = self.setup.held_out.figures(theta)
+        point = Point(
+            global_steps=self.global_steps,
+            epoch=self.setup.plan.epoch(self.global_steps),
+            seconds=self.time,
+            loss=metrics.loss,
+            accuracy=metrics.accuracy,
+            consensus=consensus(states, theta),
+        )
+        self.curve.append(point)
+        return point
+
+    def _all_stopped(self) -> bool:
+        return not any(member.learner.may_step for member in self.members)
+
+    def _result(self) -> Run:
+        """The models come first: they are paid for, whatever becomes of their evaluation."""
+        self._look()
+        theta = average(self.states())
+        save_model(self.setup, theta, self.folder)
+        for member in self.members:
+            learner_checkpoint.save(self.folder, member.learner, member.learner.state, {"steps": member.learner.steps})
+        if not self.curve or self.curve[-1].global_steps != self.global_steps:
+            self._evaluate()
+        learners = self._learner_results()
+        run = finish(
+            self.setup,
+            [member.learner for member in self.members],
+            learners,
+            tuple(self.curve),
+            theta=theta,
+            clock="virtual",
+            folder=str(self.folder.path),
+        )
+        self.folder.write_result(run)
+        (self.folder.path / checkpoint.NAME).unlink(missing_ok=True)
+        return run
+
+    def _learner_results(self) -> tuple[LearnerResult, ...]:
+        """Equal models, as after SYNC's all-reduce, are evaluated once."""
+        found: list[LearnerResult] = []
+        for before, member in zip((None, *self.members), self.members, strict=False):
+            if before is None or not torch.equal(before.learner.state, member.learner.state):
+                metrics = self.setup.held_out.figures(member.learner.state)
+            found.append(self._learner_result(member, metrics))
+        return tuple(found)
+
+    def _learner_result(self, member: Member, metrics: Figures) -> LearnerResult:
+        learner, counters = member.learner, member.counters
+        return LearnerResult(
+            learner=learner.number,
+            steps=counters.steps,
+            share=counters.steps / max(1, self.global_steps),
+            staleness_mean=counters.staleness_mean,
+            staleness_max=counters.staleness_max,
+            exchanges=counters.exchanges,
+            initiated=counters.initiated,
+            mixed_before=counters.mixed_before,
+            busy=counters.busy,
+            unconfirmed=counters.unconfirmed,
+            bytes_sent=counters.bytes_sent,
+            loss=metrics.loss,
+            accuracy=metrics.accuracy,
+            clip_norm=learner.clip_norm,
+            **(learner.budget.figures() if learner.budget is not None else {}),
+        )
+
+
+class Asynchronous(Simulation):
+    """ADPSGD."""
+
+    def start(self) -> None:
+        for member in self.members:
+            self._begin(member)
+
+    def advance(self) -> None:
+        self.time, _, event = heapq.heappop(self.heap)
+        if isinstance(event, Message):
+            self._deliver(event)
+            self._ask_next(self.members[event.receiver])
+            return
+        member = self.members[event.learner]
+        # After a kill the reserved block counts as spent, so a step that was under way may be beyond the cap.
+        gradient = member.learner.gradient() if isinstance(event, StepEnd) and member.learner.may_step else None
+        self._exchange(member)
+        if gradient is not None:
+            member.learner.update(gradient)
+            self._step_done(member)
+        member.turns += 1
+        self._begin(member)
+
+    def drain(self) -> None:
+        """Deliver what is under way; nobody starts anything new."""
+        while self.heap:
+            _, _, event = heapq.heappop(self.heap)
+            if isinstance(event, Message):
+                self._deliver(event)
+
+    def _begin(self, member: Member) -> None:
+        learner, config = member.learner, self.setup.plan.config
+        event: Event
+        if learner.may_step:
+            learner.begin()
+            member.read_at = self.global_steps
+            event = StepEnd(learner.number)
+        else:
+            learner.progress.stop()
+            event = Turn(learner.number)
+        duration = step_seconds(config.speeds, config.learners, self.setup.plan.seed, learner.number, member.turns)
+        self._push(duration, event)
+
+    def _exchange(self, member: Member) -> None:
+        number = member.learner.number
+        stream = random.Random(f"{self.setup.plan.seed}/partner/{number}/{member.turns}")
+        member.partners = self.setup.plan.graph.draw_partners(number, stream)
+        member.wanted_at = member.learner.steps
+        if member.exchange.occupied:
+            del member.partners[:1]  # its time is over
+        self._ask_next(member)
+
+    def _ask_next(self, member: Member) -> None:
+        """One exchange of a step after the other, each when the learner is free; `busy` ends them (see `_deliver`)."""
+        while member.partners and not member.exchange.occupied:
+            member.exchange.ask(member.partners.pop(0), member.wanted_at)
+
+    def _post(self, message: Message) -> None:
+        delay = message_seconds(self.setup.plan.config.network, message.payload_bytes)
+        if delay:
+            self._push(delay, message)
+        else:
+            self._deliver(message)  # a free network: the exchange is over before the learner descends
+
+    def _deliver(self, message: Message) -> None:
+        member = self.members[message.receiver]
+        if isinstance(message, Busy):
+            member.partners.clear()  # learners that ask again at once would all be busy for ever
+        member.exchange.receive(message)
+
+    def _push(self, delay: float, event: Event) -> None:
+        self.order += 1
+        heapq.heappush(self.heap, (self.time + delay, self.order, event))
+
+
+class Synchronous(Simulation):
+    """SYNC: all learners step, then all take the average. One whose budget is spent takes part unchanged."""
+
+    def advance(self) -> None:
+        config, number = self.setup.plan.config, self.order
+        self.order += 1
+        durations = round_seconds(config.speeds, config.learners, self.setup.plan.seed, number)
+        active = [member for member in self.members if member.learner.may_step]
+        state = self.members[0].learner.state
+        payload = state.numel() * state.element_size()
+        self.time += max(durations[member.learner.number] for member in active)
+        self.time += all_reduce_seconds(config.network, config.learners, payload)
+        for member in active:
+            member.learner.begin()
+            member.learner.update(member.learner.gradient())
+            self._step_done_in_round(member)
+        self._all_reduce(payload)
+
+    def _step_done_in_round(self, member: Member) -> None:
+        member.read_at = self.global_steps  # all steps of a round start from the same model: nothing is stale
+        self._step_done(member)
+
+    def _all_reduce(self, payload: int) -> None:
+        """Sum, then divide by K, as the paper's SYNC does; everybody also learns everybody's step count."""
+        mean = self.members[0].learner.state.clone()
+        for member in self.members[1:]:
+            mean += member.learner.state
+        mean /= len(self.members)
+        counts = {}
+        for member in self.members:
+            counts.update({member.learner.progress.own: member.learner.progress.counts()[member.learner.progress.own]})
+        for member in self.members:
+            member.learner.state.copy_(mean)
+            member.learner.progress.merge(counts)
+            member.exchange.tally.completed += 1
+            member.exchange.tally.bytes_sent += 2 * payload * (len(self.members) - 1) // len(self.members)

@@ -1,0 +1,60 @@
+"""What one site knows and nobody else does: its records, its budget, its learner. It is made where the data lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
+from adp2sgd.engine.budgets import open_budget
+from adp2sgd.engine.compute import Compute
+from adp2sgd.engine.plan import Plan
+from adp2sgd.learner import Learner
+from adp2sgd.privacy.budget import Budget
+from adp2sgd.privacy.fixed_work import rows_for
+from adp2sgd.progress import Progress
+from adp2sgd.randomness.streams import Streams
+from adp2sgd.task import Task
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Site:
+    """Learner `number` of the plan. The training records of `task` are the site's own, and no other's."""
+
+    plan: Plan
+    number: int
+    name: str | None
+    task: Task
+
+
+def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) -> Learner:
+    """The site's learner, at the initial weights. Its ledger lies in `folder`, or where `privacy.ledger` says."""
+    plan, config = site.plan, site.plan.config
+    streams = Streams(config.seed, site.number + (start << 32))  # a restart repeats neither batches nor noise
+    records = site.task.train
+    budget = open_budget(plan, site.number, site.name, len(records), folder) if plan.private else None
+    return Learner(
+        number=site.number,
+        task=site.task,
+        model=compute.model,
+        records=records.with_blank() if config.privacy.fixed_work else records,
+        batches=_batches(plan, len(records), streams, budget),
+        gradient_step=compute.gradient_step(budget),
+        optimizer=config.optimizer,
+        progress=Progress(site.number, start, limit=plan.target_steps),
+        steps_per_epoch=plan.steps_per_epoch,
+        streams=streams,
+        budget=budget,
+        copies=config.privacy.copies,
+    )
+
+
+def _batches(plan: Plan, records: int, streams: Streams, budget: Budget | None) -> Batches:
+    config = plan.config
+    if config.privacy.mode == "paper":
+        return ReshuffledBatches(records, config.batch_size, streams)
+    rows = None
+    if config.privacy.fixed_work and budget is not None:
+        mechanism = budget.plan.mechanism
+        rows = rows_for(records, mechanism.sample_rate, mechanism.overflow)
+    return PoissonBatches(records, config.batch_size, streams, rows)

@@ -1,0 +1,139 @@
+"""Whether task, model and configuration fit together, and keep the guarantee: checked once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from adp2sgd.config import Config
+from adp2sgd.engine.evaluate import HeldOut
+from adp2sgd.engine.plan import Plan
+from adp2sgd.errors import WITHHELD, ConfigError, reason
+from adp2sgd.flat import FlatModel
+from adp2sgd.privacy import checks
+from adp2sgd.privacy.budget_checks import check_budget
+from adp2sgd.task import Task
+
+
+def validate(plan: Plan, task: Task, model: FlatModel, shards: Sequence[int], *, resumed: bool = False) -> list[str]:
+    """Refuse what cannot be trained, or would void the guarantee; returns warnings.
+
+    `shards`: the number of records of each learner that is made here; other sites check their own. A private run that
+    is `resumed` has spent already and is not refused for its held-out records: what fails then is a note in its result.
+    """
+    notes = _check_privacy(plan.config, task, model, shards) if plan.private else _cut(plan.config, shards)
+    if not (plan.private and resumed):
+        check_fit(task, model, private=plan.private)
+    return notes
+
+
+def _cut(config: Config, shards: Sequence[int]) -> list[str]:
+    smallest = min(shards)
+    if smallest >= config.batch_size:
+        return []
+    return [
+        f"batch_size = {config.batch_size} exceeds the smallest shard ({smallest} records): its learner takes all of "
+        "them at each step, which epochs count as a whole batch"
+    ]
+
+
+def check_fit(task: Task, model: FlatModel, *, private: bool) -> None:
+    """Refuse a model that cannot read the task's records, a loss or labels of the wrong shape, and labels that the
+    model has no output for. Private mode has checks of its own of what goes wrong in training, which look at no record;
+    here it only tries whether all held-out records can be evaluated, before the first draw."""
+    part = task.test if private else task.train
+    records = part.take(torch.arange(min(2, len(part))))
+    model.module.eval()
+    with torch.no_grad(), _told(task, private):
+        outputs = model.module(task.prepare(records.inputs.to(model.device)))
+    if task.metric == "accuracy":
+        if not isinstance(outputs, Tensor):
+            raise ConfigError(f'a {type(outputs).__name__} of outputs has no accuracy; give the task metric="loss"')
+        _check_shapes(outputs, records.targets, part.targets)
+        if not private:
+            _check_labels(task, outputs.shape[-1])
+    with torch.no_grad(), _told(task, private):
+        losses = task.loss(outputs, records.targets.to(model.device))
+    checks.refuse_shape(losses, len(records), ConfigError)
+    if private:
+        HeldOut(model, task, private=True).check()
+    model.module.train()
+
+
+def _check_shapes(outputs: Tensor, targets: Tensor, all_targets: Tensor) -> None:
+    fix = 'give the task metric="loss"'
+    if all_targets.is_floating_point() and bool((all_targets != all_targets.round()).any()):
+        raise ConfigError(f"targets that are no whole numbers have no accuracy; {fix}, or labels from 0")
+    if outputs.shape[-1] < 2:
+        raise ConfigError(f"a model with one output has no class to choose, so no accuracy; {fix}, or two outputs")
+    if targets.shape != outputs.shape[:-1]:
+        raise ConfigError(
+            f"targets of shape {tuple(targets.shape)} are no labels for outputs of shape {tuple(outputs.shape)}; give "
+            f"them shape {tuple(outputs.shape[:-1])}, or {fix}"
+        )
+
+
+def _check_labels(task: Task, classes: int) -> None:
+    largest = max(int(part.targets.max()) for part in (task.train, task.test))
+    if largest >= classes:
+        raise ConfigError(f"a record has the label {largest}, but the model has {classes} outputs; labels count from 0")
+
+
+@contextmanager
+def _told(task: Task, private: bool) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not private and not isinstance(error, RuntimeError | ValueError | IndexError | TypeError):
+            raise  # a bug in the task's code
+        part, why = task.part(error, "loss"), reason(error, private=private)
+        fix = WITHHELD if private else "try them on one batch"
+        raise ConfigError(
+            f"model and loss do not fit the task's records: its {part} fails on the first two ({why}); {fix}"
+        ) from None
+
+
+def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequence[int]) -> list[str]:
+    """Refuse what would void the guarantee; returns warnings."""
+    privacy, smallest = config.privacy, min(shards)
+    if config.batch_size > smallest:
+        raise ConfigError(
+            f"batch_size = {config.batch_size} exceeds the smallest shard ({smallest}); lower it or use fewer learners"
+        )
+    warnings = check_budget(
+        records=max(shards),
+        delta=privacy.delta,
+        clip_norm=privacy.clip_norm,
+        sample_rate=config.batch_size / smallest,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        fitted=task.fitted,
+    )
+    if privacy.ledger is None and config.seed is None:
+        warnings.append(
+            "the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"
+        )
+    if privacy.ledger is not None and (config.data.partition != "site" or config.seed is not None):
+        raise ConfigError(
+            f'privacy.ledger = "{privacy.ledger}" needs data.partition = "site" and no seed: only then do records stay '
+            "with their site, and noise is spent for good; remove it or change those"
+        )
+    if (
+        privacy.ledger is not None
+        and privacy.dataset is None
+        and (":" in config.task or config.task.partition("/")[0] in ("table", "images"))
+    ):
+        raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
+    warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
+    if privacy.copies > 1 and task.augment is None:
+        raise ConfigError(
+            f'privacy.copies = {privacy.copies} needs augmentation, and task = "{config.task}" has none; set '
+            "options.augment = true where the data are images, or leave copies out"
+        )
+    stored, targets = task.train.inputs[:0].to(model.device), task.train.targets[:0].to(model.device)  # of no record
+    warnings += checks.check_rows(task.prepare, task.augment, stored)
+    inputs, expected = task.prepare(stored), config.batch_size
+    return warnings + checks.check_model(model.module, task.loss, inputs, targets, expected=expected)

@@ -1,0 +1,287 @@
+"""A run's folder: the configuration, what each learner did, checkpoints, the result. The same for every engine.
+
+runs/NAME/config.toml                       every field that is set, defaults included
+runs/NAME/events.jsonl                      one line per evaluation of θ (real engines)
+runs/NAME/learner-ID/events.jsonl           one line per step; stays at the learner
+runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledger` is set; plan.json: the cap
+runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
+runs/NAME/result.json                       what the run reports
+runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict
+
+Events, ledgers, plans and checkpoints can be read by their owner alone. For the other files the umask decides.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from adp2sgd import config
+from adp2sgd.errors import ConfigError, RunError
+from adp2sgd.files import owner_only, replacing, to_json
+from adp2sgd.task import Task, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One evaluation of the average model θ."""
+
+    global_steps: int
+    epoch: float
+    seconds: float
+    loss: float | None  # None where it could not be computed, or is not finite
+    accuracy: float | None
+    consensus: float
+    learners: int | None = None  # whose models θ averages, where not all answered in time
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerResult:
+    """One learner's public figures. `share` is p_k; staleness is in global steps."""
+
+    learner: int
+    steps: int
+    share: float
+    staleness_mean: float
+    staleness_max: int
+    exchanges: int
+    busy: int
+    unconfirmed: int
+    bytes_sent: int
+    loss: float | None  # None as above, and for a learner that was lost before it left a model
+    accuracy: float | None
+    initiated: int = 0  # of the exchanges, begun by this learner
+    mixed_before: int = 0  # of these, mixed before the descent of their step
+    expired: int = 0  # real engines: asked, and the partner was gone
+    halves: int = 0  # real engines: exchanges that changed one side only, as far as is known
+    restarts: int = 0
+    state: str = "ended"  # or lost
+    epsilon: float | None = None
+    epsilon_spent: float | None = None
+    max_steps: int | None = None
+    clip_norm: float | None = None  # private mode: C after the last step
+    site: str | None = None  # where each learner has one site's records
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run reports; `result.json` holds the same."""
+
+    task: str
+    algorithm: str
+    accuracy: float | None  # of the average model θ, on held-out records
+    loss: float | None  # None where the held-out records could not be evaluated; a note says why
+    seconds: float
+    clock: str  # virtual or real
+    global_steps: int
+    overshoot: int  # global steps beyond those asked for
+    epochs: float
+    consensus: float  # mean squared distance of the models from θ
+    seeded: bool
+    guarantee: Any  # a dict, or "none" with the reason in guarantee_why
+    guarantee_why: str | None
+    noise_source: str
+    learners: tuple[LearnerResult, ...]
+    sites: Mapping[str, Mapping[str, Any]]  # θ on each site's own held-out records, where the data has sites
+    curve: tuple[Point, ...]
+    notes: tuple[str, ...]
+    versions: Mapping[str, str]
+    folder: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_result(folder: str | Path) -> Run:
+    """The result of a finished run."""
+    try:
+        raw = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} holds no result.json; give the folder of a finished run") from None
+    raw["learners"] = tuple(LearnerResult(**each) for each in raw["learners"])
+    raw["curve"] = tuple(Point(**each) for each in raw["curve"])
+    return Run(**{**raw, "notes": tuple(raw["notes"])})
+
+
+def load_model(folder: str | Path, task: str | Task | None = None) -> nn.Module:
+    """The average model θ of a finished run, in evaluation mode. It reads what the task's `prepare` gives.
+
+    Guarantee: imports no code that the folder names. For a run whose task is a function of your own, `task` is its
+    name, "package.module:function", or the Task that it makes.
+    """
+    home = Folder.open(folder)
+    if not (home.path / "model.safetensors").exists():
+        raise ConfigError(f"{folder} holds no model.safetensors; give the folder of a finished run")
+    if not isinstance(task, Task):
+        settings = config.naming(home.settings, task)
+        task = resolve(settings.task, settings.options, private=settings.privacy.mode == "private")
+    model = task.model()
+    try:
+        model.load_state_dict(home.load_tensors("model.safetensors")[0])
+    except RuntimeError:
+        raise ConfigError(
+            f"the model in {folder} is not that of the task; give the task that it was trained with"
+        ) from None
+    return model.eval()
+
+
+class Folder:
+    """A run's folder on disk. Files appear whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: dict[int, list[str]] = {}
+
+    @classmethod
+    def create(cls, path: str | Path, settings: config.Config) -> Folder:
+        """A new folder; one that already holds a run is refused."""
+        folder = cls(Path(path))
+        if (folder.path / "config.toml").exists():
+            raise ConfigError(f"{path} already holds a run; choose another --out, or go on with --resume {path}")
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            with folder.replacing("config.toml") as part:
+                part.write_text(settings.to_toml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write to {path}: {error.strerror}; choose another --out") from None
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> Folder:
+        if not (Path(path) / "config.toml").is_file():
+            raise ConfigError(f"{path} holds no run (no config.toml); give a run's folder")
+        return cls(Path(path))
+
+    @classmethod
+    def reopen(cls, path: str | Path, settings: config.Config) -> Folder:
+        """To go on with its run, whose configuration `settings` must be; one that cannot be written is refused."""
+        folder = cls.open(path)
+        if not os.access(folder.path, os.W_OK):
+            raise ConfigError(f"cannot write to {path}, so its run cannot go on; change its permissions")
+        if (other := config.difference(settings, folder.settings)) is not None:
+            key, given, kept = other
+            raise ConfigError(f"{key} = {given}, but {path} holds a run with {key} = {kept}; use that")
+        return folder
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from running here; the kernel frees the folder if this one is killed."""
+        with (self.path / "config.toml").open("rb") as file:
+            try:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"{self.path} is in use: its run is still running; wait for it, or stop it") from None
+            except (ImportError, OSError):  # a system or a file system without locks
+                yield
+                return
+            try:
+                yield
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
+
+    @property
+    def settings(self) -> config.Config:
+        return config.load(self.path / "config.toml")
+
+    def learner(self, number: int) -> Path:
+        """The learner's own folder."""
+        path = self.path / f"learner-{number}"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path
+
+    def log(self, learner: int, event: Mapping[str, Any]) -> None:
+        """Append an event to the learner's file; written with the next `flush`."""
+        self._pending.setdefault(learner, []).append(to_json(event))
+
+    def flush(self) -> None:
+        for learner, lines in self._pending.items():
+            self.append_events(learner, lines)
+        self._pending.clear()
+
+    def append_events(self, learner: int, lines: Sequence[str]) -> None:
+        with open(self.learner(learner) / "events.jsonl", "a", encoding="utf-8", opener=owner_only) as file:
+            file.write("\n".join(lines) + "\n")
+
+    def log_sizes(self, name: str) -> dict[int, int]:
+        """Each learner's size in bytes of the log `name`, for `truncate_logs` when a run resumes."""
+        self.flush()
+        found = self.path.glob(f"learner-*/{name}")
+        return {int(path.parent.name.removeprefix("learner-")): path.stat().st_size for path in found}
+
+    def truncate_logs(self, name: str, sizes: Mapping[int, int]) -> None:
+        """Forget what was logged after a checkpoint, because it will happen again."""
+        for path in self.path.glob(f"learner-*/{name}"):
+            os.truncate(path, sizes.get(int(path.parent.name.removeprefix("learner-")), 0))
+
+    def remove_logs(self, *names: str) -> None:
+        for name in names:
+            for path in self.path.glob(f"learner-*/{name}"):
+                path.unlink()
+
+    def save_tensors(
+        self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], *, private: bool = False
+    ) -> None:
+        """`private`: a checkpoint, for its owner alone."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        whole = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
+        with self.replacing(name, private=private) as part:
+            try:
+                save_file(whole, part, metadata={"adp2sgd": json.dumps(metadata, default=str)})
+            except SafetensorError as error:  # its way to tell of a full disk
+                raise OSError(errno.EIO, str(error)) from None
+
+    def load_tensors(self, name: str, device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path / name, framework="pt", device=device) as file:
+                return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["adp2sgd"])  # noqa: SIM118
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{self.path / name} cannot be read ({error}); it is damaged or not a checkpoint") from None
+
+    def write_result(self, run: Run) -> None:
+        with self.replacing("result.json") as part:
+            part.write_text(to_json(run.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @contextmanager
+    def telling_of_full_disks(self) -> Iterator[None]:
+        """What the system refuses to write ends the run in one line; the last checkpoint stays whole."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:
+                raise
+            reason = error.strerror or str(error)
+            raise RunError(
+                f"{self.path} cannot be written ({reason}); mend that, then --resume goes on from its last checkpoint"
+            ) from None
+
+    def replacing(self, name: str, *, private: bool = False) -> AbstractContextManager[Path]:
+        """A temporary file that takes the place of `name` in one step; `private`: for its owner alone."""
+        return replacing(self.path / name, private=private)
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on beside its configuration."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    try:
+        own = version("adp2sgd")
+    except PackageNotFoundError:
+        own = "source tree, not installed"
+    return {"adp2sgd": own, "python": platform.python_version(), "torch": torch.__version__}
