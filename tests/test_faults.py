@@ -342,7 +342,7 @@ def wait_for(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -395,6 +395,31 @@ def test_ends_of_the_command(end: str, tmp_path: Path, draws: Draws, scratch: Pa
         assert run.curve[: len(before)] == tuple(before)
         assert_grows(run.curve)
     wait_until(lambda: not [path for path in scratch.iterdir() if path.name.startswith("adp2sgd")])
+
+
+def test_learners_end_a_run_by_themselves_while_nobody_supervises(tmp_path: Path) -> None:
+    """The supervisor is stopped in the middle; the learners reach the count, end, and leave their models to it."""
+    settings = SHORT.replace(epochs=4)
+    (tmp_path / "run.toml").write_text(settings.to_toml())
+    command = ["train", "run.toml", "--trust", settings.task, "--out", "run", "--json"]
+    before = learner_processes()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "adp2sgd", *command], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    events = [tmp_path / f"run/learner-{k}/events.jsonl" for k in range(settings.learners)]
+    wait_until(lambda: all(path.exists() and path.read_text().count("\n") > 5 for path in events))
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        # The stopped supervisor and the fork server are left; every learner has ended.
+        wait_until(lambda: len(learner_processes() - before) <= 2)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    run = json.loads(process.communicate(timeout=60)[0])
+    assert process.returncode == 0
+    assert run["global_steps"] >= 4 * 400 / settings.batch_size
+    assert [each["state"] for each in run["learners"]] == ["ended"] * settings.learners
+    assert not any("restarted" in note for note in run["notes"])
 
 
 FORKS = """

@@ -497,6 +497,20 @@ def test_ctrl_c_in_the_last_evaluations_waits_for_the_result(
     assert run == read_result(tmp_path / "run")
 
 
+def test_the_runs_own_events_are_its_curve_also_after_a_resume(quadratic_config: Config, tmp_path: Path) -> None:
+    settings = quadratic_config.replace(evaluate_every=0.25, checkpoint_every=0.5)
+
+    def stop(status: RunStatus) -> None:
+        if status.epoch > 1.2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(settings, tmp_path / "run", on_status=stop)
+    assert len(Folder.open(tmp_path / "run").points()) >= 4
+    run = simulate(settings, tmp_path / "run", resume=True)
+    assert tuple(Folder.open(tmp_path / "run").points()) == run.curve
+
+
 def test_a_finished_run_is_not_run_again(quadratic_config: Config, tmp_path: Path) -> None:
     simulate(quadratic_config, tmp_path / "run")
     with pytest.raises(RunError, match="finished"):

@@ -1,7 +1,7 @@
 """A run's folder: the configuration, what each learner did, checkpoints, the result. The same for every engine.
 
 runs/NAME/config.toml                       every field that is set, defaults included
-runs/NAME/events.jsonl                      one line per evaluation of θ (real engines)
+runs/NAME/events.jsonl                      one line per evaluation of θ
 runs/NAME/learner-ID/events.jsonl           one line per step; stays at the learner
 runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledger` is set; plan.json: the cap
 runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
@@ -18,7 +18,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from adp2sgd import config
 from adp2sgd.errors import ConfigError, RunError
 from adp2sgd.files import owner_only, replacing, to_json
 from adp2sgd.task import Task, resolve
+
+EVENTS = "events.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +212,27 @@ class Folder:
         self._pending.clear()
 
     def append_events(self, learner: int, lines: Sequence[str]) -> None:
-        with open(self.learner(learner) / "events.jsonl", "a", encoding="utf-8", opener=owner_only) as file:
+        with open(self.learner(learner) / EVENTS, "a", encoding="utf-8", opener=owner_only) as file:
             file.write("\n".join(lines) + "\n")
+
+    def append_point(self, point: Point) -> None:
+        """Append an evaluation of θ to the run's own events."""
+        with open(self.path / EVENTS, "a", encoding="utf-8", opener=owner_only) as file:
+            file.write(to_json(asdict(point)) + "\n")
+
+    def write_points(self, points: Sequence[Point]) -> None:
+        """Replace the run's own events, because what came after a checkpoint will happen again."""
+        with self.replacing(EVENTS, private=True) as part:
+            part.write_text("".join(to_json(asdict(point)) + "\n" for point in points), encoding="utf-8")
+
+    def points(self) -> list[Point]:
+        """The evaluations of θ so far; a line that is not whole is left out."""
+        found: list[Point] = []
+        path = self.path / EVENTS
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            with suppress(ValueError, TypeError):
+                found.append(Point(**json.loads(line)))
+        return found
 
     def log_sizes(self, name: str) -> dict[int, int]:
         """Each learner's size in bytes of the log `name`, for `truncate_logs` when a run resumes."""

@@ -10,15 +10,19 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from adp2sgd.engine.status import LearnerStatus
 from adp2sgd.exchange.shared import Post
+from adp2sgd.files import replacing
 from adp2sgd.progress import Count, Key, to_rows
 
 BEAT_S = 0.2  # between two reports to the supervisor
-LAST_WORDS_S = 5.0  # how long a report that must arrive is repeated
+LAST_WORDS_S = 2.0  # how long a report that must arrive is repeated, before it is left in a file
+LAST_WORDS = "last_words.json"
 SUPERVISOR = "supervisor"
 OBSERVER = "observer"  # the supervisor's other socket, for looks at θ
 
@@ -42,10 +46,15 @@ class Place:
         return [k for k in range(len(self.descriptors)) if k != self.learner]
 
 
-def last_words(post: Post, report: dict[str, Any]) -> None:
-    """Say something to the supervisor that must arrive."""
+def last_words(post: Post, report: dict[str, Any], folder: Path | None = None) -> None:
+    """Say something to the supervisor that must arrive. Where it does not listen, it finds that in `folder`."""
     end = time.monotonic() + LAST_WORDS_S
-    while not post.send(SUPERVISOR, json.dumps(report).encode()) and time.monotonic() < end:
+    while not post.send(SUPERVISOR, json.dumps(report).encode()):
+        if time.monotonic() > end:
+            if folder is not None:
+                with suppress(OSError), replacing(folder / LAST_WORDS, private=True) as part:
+                    part.write_text(json.dumps(report), encoding="utf-8")
+            return
         time.sleep(0.01)
 
 

@@ -14,7 +14,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,30 +26,11 @@ from adp2sgd.engine.setup import Setup
 from adp2sgd.errors import reason
 from adp2sgd.exchange.shared import Post
 from adp2sgd.exchange.slots import LOOK, Layout, Memory
-from adp2sgd.files import owner_only, to_json
 from adp2sgd.progress import Key, from_rows
 from adp2sgd.run_folder import Folder, Point
 
-EVENTS = "events.jsonl"  # of the run: one line per evaluation of θ
 AGAIN_S = 0.01  # before a learner that was busy is asked again
 PIECE = 250  # held-out records between two looks at whether the run is over
-
-
-def read_curve(folder: Folder) -> list[Point]:
-    """The points that earlier sessions recorded; a line that is not whole is left out."""
-    points: list[Point] = []
-    path = folder.path / EVENTS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            points.append(Point(**json.loads(line)))
-        except (ValueError, TypeError):
-            continue
-    return points
-
-
-def write_point(folder: Folder, point: Point) -> None:
-    with open(folder.path / EVENTS, "a", encoding="utf-8", opener=owner_only) as file:
-        file.write(to_json(asdict(point)) + "\n")
 
 
 @dataclass(eq=False)
@@ -166,7 +147,7 @@ class Observer(threading.Thread):
             learners=mean.learners if mean.learners < self._asked else None,
         )
         self.curve.append(point)
-        write_point(self._folder, point)
+        self._folder.append_point(point)
 
     def gather(self) -> Mean:
         """Ask the learners that are there for a snapshot, and average those that come in time."""

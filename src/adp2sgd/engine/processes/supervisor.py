@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from adp2sgd.engine.interrupt import Interrupt
-from adp2sgd.engine.processes.control import SUPERVISOR, line_of
+from adp2sgd.engine.processes.control import LAST_WORDS, SUPERVISOR, line_of
 from adp2sgd.engine.processes.forkserver import ForkServer
 from adp2sgd.engine.processes.handover import pack
-from adp2sgd.engine.processes.observer import Observer, read_curve
+from adp2sgd.engine.processes.observer import Observer
 from adp2sgd.engine.processes.seat import Seat
 from adp2sgd.engine.processes.spending import Spending
 from adp2sgd.engine.setup import Setup
@@ -76,7 +76,7 @@ class Supervisor:
         self.patience = patience or Patience()
         self._server = server
         self._mode = mode
-        self.curve = read_curve(folder)  # θ, evaluated while the learners train; earlier sessions' points first
+        self.curve = folder.points()  # θ, evaluated while the learners train; earlier sessions' points first
         self._elapsed_s = max([elapsed_s, *(point.seconds for point in self.curve)])
         self._exchange = exchange
         self._on_status = on_status or (lambda _: None)
@@ -244,6 +244,8 @@ class Supervisor:
         """A learner's process has ended: as it should, or not."""
         for _, data in self._post.receive():  # its last words may still wait
             self._hear(json.loads(data))
+        if code == 0 and seat.status.state != "ended":
+            self._hear_late(seat)
         if code == 0 and seat.status.state == "ended":
             seat.fate = "ended"
             return
@@ -281,6 +283,13 @@ class Supervisor:
         seat.restarts += 1
         self.keep()
         self._spawn(seat, "comeback")
+
+    def _hear_late(self, seat: Seat) -> None:
+        """What a learner left in a file, because nobody listened when it ended."""
+        path = self.folder.learner(seat.learner) / LAST_WORDS
+        with suppress(OSError, ValueError):
+            self._hear(json.loads(path.read_text(encoding="utf-8")))
+            path.unlink()
 
     def _refuse_empty(self) -> None:
         if self._over_at is None and all(seat.fate == "lost" for seat in self.seats):

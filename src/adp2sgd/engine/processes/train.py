@@ -18,7 +18,6 @@ from adp2sgd.engine.budgets import open_budget, read_budget
 from adp2sgd.engine.evaluate import Figures, average, consensus
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.processes.forkserver import ForkServer
-from adp2sgd.engine.processes.observer import write_point
 from adp2sgd.engine.processes.seat import Seat
 from adp2sgd.engine.processes.supervisor import SESSION, Patience, Supervisor
 from adp2sgd.engine.result import finish, save_model
@@ -140,7 +139,7 @@ def _result(supervisor: Supervisor, home: Folder) -> Run:
     try:
         save_model(setup, theta, home)  # it is paid for, whatever becomes of its evaluation
         run = _evaluated(supervisor, home, theta)
-        write_point(home, run.curve[-1])
+        home.append_point(run.curve[-1])
         home.write_result(run)
     except OSError as error:
         raise RunError(

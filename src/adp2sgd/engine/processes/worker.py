@@ -112,12 +112,11 @@ class Worker:
         self.control.close()
         if error is not None:
             raise error
+        self.carrier.show()
         self.state = "ended"
         status, total = self.report()
-        counts = to_rows(self.learner.progress.counts())
-        last_words(
-            self.post, {"status": asdict(status), "total": total, "counts": counts, "shown": self.carrier.show()}
-        )
+        report = {"status": asdict(status), "total": total, "counts": to_rows(self.learner.progress.counts())}
+        last_words(self.post, report, self.folder.learner(self.place.learner))
 
     def _train_to_the_end(self) -> Adp2sgdError | None:
         try:

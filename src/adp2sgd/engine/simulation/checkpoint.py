@@ -70,6 +70,7 @@ def restore(simulation: Simulation, saved: Saved) -> None:
     simulation.time, simulation.order = facts["time"], facts["order"]
     simulation.global_steps = facts["global_steps"]
     simulation.curve[:] = [Point(**point) for point in facts["curve"]]
+    simulation.folder.write_points(simulation.curve)
     simulation.heap[:] = [(time, order, _unpack_event(event, tensors)) for time, order, event in facts["heap"]]
     for member, kept in zip(simulation.members, facts["members"], strict=True):
         _unpack_member(member, kept, tensors)

@@ -220,6 +220,7 @@ class Simulation:
             consensus=consensus(states, theta),
         )
         self.curve.append(point)
+        self.folder.append_point(point)
         return point
 
     def _all_stopped(self) -> bool:
