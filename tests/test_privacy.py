@@ -628,7 +628,7 @@ def test_no_warning_tells_how_many_records_were_drawn(tmp_path: Path, monkeypatc
     own_tasks(tmp_path, monkeypatch)
     settings = PRIVATE.replace(task="adp2sgd_test_tasks:in_parts", options={}, epochs=1.0)
     made = prepare(settings)
-    with pytest.warns(UserWarning, match="Functional engine: .* which are not 38 records"):  # 20 and four deviations
+    with pytest.warns(UserWarning, match="Functional engine: the model takes another course"):  # at 38 records
         chosen = made.engine
     assert isinstance(chosen, choose.Automatic)
     assert chosen.chosen is chosen.functional

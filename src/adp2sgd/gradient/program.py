@@ -68,12 +68,18 @@ class Call(NamedTuple):
         return getattr(self.func, "__name__", str(self.func))
 
 
-class Program(NamedTuple):
+class Program:
     """`given`: the shapes of inputs and targets. `result`: the losses."""
 
-    given: tuple[tuple[Any, ...], ...]
-    calls: tuple[Call, ...]
-    result: Ref
+    def __init__(self, given: tuple[tuple[Any, ...], ...], calls: tuple[Call, ...], result: Ref) -> None:
+        self.given, self.calls, self.result = given, calls, result
+        self._shapes: dict[int, list[tuple[tuple[int, ...], ...]]] = {}
+
+    def shapes(self, n: int) -> list[tuple[tuple[int, ...], ...]]:
+        """What each call returns for `n` records."""
+        if n not in self._shapes:
+            self._shapes[n] = [tuple(tuple(_sized(d, n) for d in shape) for shape in c.shapes) for c in self.calls]
+        return self._shapes[n]
 
 
 class Pass:
@@ -176,11 +182,16 @@ class Follower(Pass):
 
     def __init__(self, program: Program, inputs: Tensor, targets: Tensor, n: int) -> None:
         super().__init__(inputs, targets)
-        self.program, self.n = program, n
+        self.program, self.n, self.shapes = program, n, program.shapes(n)
 
     def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
         call = self.program.calls[self.at] if self.at < len(self.program.calls) else None
         if call is None or call.func != func or not self._like(call.args, args) or not self._like(call.named, named):
+            raise UnsupportedError("the model takes another course than when it was checked")
+
+    def _give(self, number: int, tensors: list[Tensor]) -> None:
+        expected = self.shapes[number]
+        if len(tensors) != len(expected) or any(t.shape != s for t, s in zip(tensors, expected, strict=True)):
             raise UnsupportedError("the model takes another course than when it was checked")
 
     def finish(self, losses: Any) -> None:
@@ -247,6 +258,10 @@ def _united(a: Any, b: Any, n: int, m: int, *, sizes: bool) -> Any:
     if sizes and type(a) is int and type(b) is int and a % n == 0 and a * m == b * n:
         return Scaled(a // n)
     raise UnsupportedError("a number in the model depends on the size of the batch")
+
+
+def _sized(size: Any, n: int) -> int:
+    return size.per_record * n if type(size) is Scaled else size
 
 
 def version_of(tensor: Tensor) -> int:
