@@ -94,6 +94,12 @@ class BookKeeping:
             self._backward(recording, losses)
         return recording
 
+    def prove(self, inputs: Tensor, targets: Tensor) -> None:
+        """Do beforehand, in training mode, what the first pass over such rows would do; else `UnsupportedError`."""
+        with self._memory.kept():
+            self.model.module.train()
+            self._program(inputs, targets)
+
     def _forward(self, recording: Recording, inputs: Tensor, targets: Tensor) -> Tensor:
         autocast = torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext()
         with torch.enable_grad(), autocast, recording:

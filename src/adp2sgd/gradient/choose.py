@@ -125,6 +125,7 @@ class Automatic:
         twin = FlatModel(without_dropout(copy.deepcopy(self.model.module).train()), self.model.device)
         engine = BookKeeping(twin, own.loss, copies=self.copies, autocast=own.autocast)
         try:
+            own.prove(x, y)
             held = self._pass(engine, x, y)
             if self.piece is None:
                 own.piece = max(1, free_bytes(x.device) // 2 // max(1, 2 * held * self.copies // len(x)))

@@ -101,6 +101,8 @@ class Mapped(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if foreign or name in self.REFUSED or func == GRAPH:
             raise UnsupportedError(f"{name or func} could see more than one record")
+        if torch._C._len_torch_dispatch_stack():
+            raise UnsupportedError("a dispatch mode of the model's own could see more than one record")
         return func(*args, **(kwargs or {}))
 
 

@@ -68,8 +68,15 @@ def along(site: Site) -> Rows:
     if not axes or any(type(a) is not int for a in axes):
         raise site.refusal()
     if any(a % len(v.shape) == v.axis for a in axes for v in site.tensors):
-        return _interleaved(site)
+        return _unsplit(site) if site.func in words.SPLITS else _interleaved(site)
     return joint(site, site.tensors)
+
+
+def _unsplit(site: Site) -> Rows:
+    """A batch that is split into one part only; `Follower` sees it where there are more."""
+    if len(site.shapes) != 1 or site.shapes[0] != site.first.shape or site.first.rows is None:
+        raise site.refusal()
+    return site.first.rows
 
 
 def _interleaved(site: Site) -> Rows:
@@ -141,7 +148,8 @@ def joined(site: Site) -> Rows:
     axis, parts = site.get(1, "dim", site.kwargs.get("axis", 0)), site.tensors
     if type(axis) is not int or any(v.rows is None or v.axis != parts[0].axis for v in parts):
         raise site.refusal()
-    if len({len(v.shape) for v in parts}) > 1 or (site.name != "stack" and axis % len(parts[0].shape) == parts[0].axis):
+    along_records = site.name != "stack" and axis % len(parts[0].shape) == parts[0].axis
+    if len({len(v.shape) for v in parts}) > 1 or (along_records and len(parts) > 1):
         raise site.refusal()
     return joint(site, parts)
 

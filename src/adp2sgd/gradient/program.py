@@ -68,12 +68,18 @@ class Call(NamedTuple):
         return getattr(self.func, "__name__", str(self.func))
 
 
-class Program(NamedTuple):
+class Program:
     """`given`: the shapes of inputs and targets. `result`: the losses."""
 
-    given: tuple[tuple[Any, ...], ...]
-    calls: tuple[Call, ...]
-    result: Ref
+    def __init__(self, given: tuple[tuple[Any, ...], ...], calls: tuple[Call, ...], result: Ref) -> None:
+        self.given, self.calls, self.result = given, calls, result
+        self._shapes: dict[int, list[tuple[tuple[int, ...], ...]]] = {}
+
+    def shapes(self, n: int) -> list[tuple[tuple[int, ...], ...]]:
+        """What each call returns for `n` records."""
+        if n not in self._shapes:
+            self._shapes[n] = [tuple(tuple(_sized(d, n) for d in shape) for shape in c.shapes) for c in self.calls]
+        return self._shapes[n]
 
 
 class Pass:
@@ -86,12 +92,14 @@ class Pass:
         self.lasting: dict[int, tuple[Tensor, Ref]] = {}  # tensors of the model that calls returned as they were
         self.given = tuple(inputs.shape), tuple(targets.shape)
         for output, tensor in enumerate((inputs, targets)):
-            setattr(tensor, TAG, (self, Ref(GIVEN, output), tensor._version))
+            setattr(tensor, TAG, (self, Ref(GIVEN, output), version_of(tensor)))
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Note or compare a call that is about to be made; its number, or None if it only reads sizes and types."""
         if func in METADATA:
             return None
+        if torch._C._len_torch_dispatch_stack():
+            raise UnsupportedError("a dispatch mode of the model's own changes what torch's functions do")
         self._take(func, args, tuple(sorted(kwargs.items())))
         self.at += 1
         return self.at - 1
@@ -102,14 +110,14 @@ class Pass:
             return
         tensors = [args[0]] if func in IN_PLACE else found_in((out,))
         owner, _, version = getattr(args[0], TAG, (None, None, 0)) if args else (None, None, 0)
-        if owner is self and tensors and tensors[0] is args[0] and version != args[0]._version:
-            self.versions[_memory(args[0])] = (args[0].untyped_storage(), args[0]._version)
+        if owner is self and tensors and tensors[0] is args[0] and version != version_of(args[0]):
+            self.versions[_memory(args[0])] = (args[0].untyped_storage(), version_of(args[0]))
             self._change(number, args[0])
         for output, tensor in enumerate(tensors):
             if getattr(tensor, TAG, (None,))[0] is not self and any(tensor is given for given in args):
                 self.lasting[id(tensor)] = (tensor, Ref(number, output))
             else:
-                setattr(tensor, TAG, (self, Ref(number, output), tensor._version))
+                setattr(tensor, TAG, (self, Ref(number, output), version_of(tensor)))
         self._give(number, tensors)
 
     def ref(self, tensor: Tensor) -> Ref | None:
@@ -117,7 +125,8 @@ class Pass:
         owner, ref, version = getattr(tensor, TAG, (None, None, 0))
         if owner is not self:
             return self.lasting[id(tensor)][1] if id(tensor) in self.lasting else None
-        if version != tensor._version and self.versions.get(_memory(tensor), (None, version))[1] != tensor._version:
+        now = version_of(tensor)
+        if version != now and self.versions.get(_memory(tensor), (None, version))[1] != now:
             raise UnsupportedError("a tensor was changed after other parts of the model had read it")
         return ref
 
@@ -156,7 +165,9 @@ class Writer(Pass):
 
     def _pattern(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self.ref(value) or Fixed(value, None if id(value) in self.own else value._version)
+            if type(value) not in (Tensor, nn.Parameter):
+                raise TypeError(f"a {type(value).__name__}")
+            return self.ref(value) or Fixed(value, None if id(value) in self.own else version_of(value))
         if isinstance(value, (tuple, list)):
             return (Listed if isinstance(value, list) else tuple)(self._pattern(v) for v in value)
         if isinstance(value, slice):
@@ -171,11 +182,16 @@ class Follower(Pass):
 
     def __init__(self, program: Program, inputs: Tensor, targets: Tensor, n: int) -> None:
         super().__init__(inputs, targets)
-        self.program, self.n = program, n
+        self.program, self.n, self.shapes = program, n, program.shapes(n)
 
     def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
         call = self.program.calls[self.at] if self.at < len(self.program.calls) else None
         if call is None or call.func != func or not self._like(call.args, args) or not self._like(call.named, named):
+            raise UnsupportedError("the model takes another course than when it was checked")
+
+    def _give(self, number: int, tensors: list[Tensor]) -> None:
+        expected = self.shapes[number]
+        if len(tensors) != len(expected) or any(t.shape != s for t, s in zip(tensors, expected, strict=True)):
             raise UnsupportedError("the model takes another course than when it was checked")
 
     def finish(self, losses: Any) -> None:
@@ -207,7 +223,7 @@ class Follower(Pass):
         return True
 
     def _same(self, pattern: Fixed, value: Tensor) -> bool:
-        unchanged = pattern.version is None or pattern.version == value._version
+        unchanged = pattern.version is None or pattern.version == version_of(value)
         return value is pattern.tensor and unchanged and self.ref(value) is None
 
 
@@ -243,6 +259,17 @@ def _united(a: Any, b: Any, n: int, m: int, *, sizes: bool) -> Any:
     if sizes and type(a) is int and type(b) is int and a % n == 0 and a * m == b * n:
         return Scaled(a // n)
     raise UnsupportedError("a number in the model depends on the size of the batch")
+
+
+def _sized(size: Any, n: int) -> int:
+    return size.per_record * n if type(size) is Scaled else size
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often its memory was changed."""
+    if tensor.is_inference():
+        raise UnsupportedError("changes of tensors are not seen in inference mode")
+    return tensor._version
 
 
 def _memory(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from adp2sgd.gradient.keeping import RULES
 from adp2sgd.gradient.layouts import prove
 from adp2sgd.gradient.program import Program, Writer, unite
 
-SIZES = (3, 5)
+SIZES = (3, 4)
 """Records of the two passes: sizes that both have are no sizes of a batch."""
 
 

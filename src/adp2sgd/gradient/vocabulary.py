@@ -102,7 +102,8 @@ _along(
 )  # fmt: skip
 _along(1, 0, "unbind")
 _along(1, -1, "glu")
-_along(2, 0, "chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split")
+SPLITS = functions("chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split")
+ALONG.update(dict.fromkeys(SPLITS, (2, 0)))
 _along(2, -1, "fft ifft rfft irfft hfft ihfft diff")
 _along(2, 1, "normalize cosine_similarity")
 _along(2, REQUIRED, "roll norm vector_norm repeat_interleave kthvalue take_along_dim")
