@@ -379,7 +379,9 @@ def _fold(tables: Tables, epsilon: float) -> float:
         below = float(large.losses[-1]) - epsilon
         others = [(one, many - (i == k)) for k, (one, many) in enumerate(tables)]
         if large.folded:
-            total += count * large.folded * math.exp(-below) * (_sum_below(others, below) if below > 0 else 1.0)
+            total += (
+                count * large.folded * math.exp(min(700.0, -below)) * (_sum_below(others, below) if below > 0 else 1.0)
+            )
     return total
 
 
