@@ -140,7 +140,7 @@ def _crossing(
     from scipy.optimize import brentq
 
     def gap(log_value: float, **how: float) -> float:
-        value = min(max(math.exp(log_value), low), high)
+        value = min(max(float(f"{math.exp(log_value):.5g}"), low), high)  # five digits: the answer may be among them
         return math.log(max(spent(value, **how).epsilon, 1e-12) / target)
 
     def rough(log_value: float) -> float:
@@ -158,7 +158,7 @@ def _secant(gap: Callable[[float], float], start: float, slope: float) -> float:
     """A root of `gap` to five digits, where it is nearly straight; `slope` is its slope near `start`."""
     x, value = start, gap(start)
     for _ in range(6):
-        if abs(value) < 3e-6 or not slope:
+        if abs(value) < 1e-5 * abs(slope) or not slope:
             break
         move = min(max(-value / slope, -1.0), 1.0)
         value, before = gap(x + move), value

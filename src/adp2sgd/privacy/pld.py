@@ -178,12 +178,17 @@ class _Composed:
         begin = int(np.searchsorted(self.losses, epsilon, side="right"))
         end = int(np.searchsorted(self.losses, epsilon + CUT / self.tilt))
         away = self.losses[begin:end] - epsilon
-        return float(self.sums[begin:end] @ (np.exp(-self.tilt * away) * -np.expm1(-away)))
+        return _mean(self.sums[begin:end], np.exp(-self.tilt * away) * -np.expm1(-away))
 
     def log_delta(self, epsilon: float, error: float) -> float:
         """ln δ'(ε), where G is off by `error`."""
         mass = self.beyond(epsilon) + error
         return math.log(mass) + self.cumulant - self.tilt * epsilon if mass > 0 else -math.inf
+
+
+def _mean(chances: Array, values: Array) -> float:
+    """Σ chance · value, by pairwise summation; the threads of a matrix library would cost more than they save."""
+    return float((chances * values).sum())
 
 
 def _peak(tilt: float) -> float:
@@ -266,7 +271,7 @@ def _compose(tables: Tables, spacing: float, tilt: float) -> _Composed | None:
     decay = logs.real.copy()
     first = math.floor(low / spacing)
     sums = np.maximum(np.roll(irfft(np.exp(logs, out=logs), size), -first), 0.0)
-    norm = float(np.linalg.norm(sums))
+    norm = math.sqrt(_mean(sums, sums))
     for count, weight in moved:
         norm += count * weight * math.sqrt(float(np.mean(np.exp(2 * (1 - 1 / count) * decay))))
     return _Composed(
@@ -315,7 +320,7 @@ def _spread(tables: Tables, tilt: float) -> float:
     variance = 0.0
     for one, count in tables:
         chances = one.tilted(tilt)
-        variance += count * float(chances @ (one.losses - float(chances @ one.losses)) ** 2)
+        variance += count * _mean(chances, (one.losses - _mean(chances, one.losses)) ** 2)
     return math.sqrt(variance)
 
 
@@ -374,7 +379,9 @@ def _fold(tables: Tables, epsilon: float) -> float:
         below = float(large.losses[-1]) - epsilon
         others = [(one, many - (i == k)) for k, (one, many) in enumerate(tables)]
         if large.folded:
-            total += count * large.folded * math.exp(-below) * (_sum_below(others, below) if below > 0 else 1.0)
+            total += (
+                count * large.folded * math.exp(min(700.0, -below)) * (_sum_below(others, below) if below > 0 else 1.0)
+            )
     return total
 
 
@@ -386,5 +393,5 @@ def _sum_below(tables: Tables, below: float) -> float:
         chances = np.exp(one.logs - one.losses)
         raised = np.maximum(one.losses, -below / 4)
         rare += count * float(chances[one.losses < raised].sum())
-        logs += [count * math.log(float(chances @ np.exp(-slope * raised))) for slope in slopes] if count else 0.0
+        logs += [count * math.log(_mean(chances, np.exp(-slope * raised))) for slope in slopes] if count else 0.0
     return min(1.0, rare + math.exp(min(0.0, float(logs.min())))) if any(count for _, count in tables) else 0.0

@@ -95,6 +95,8 @@ def table(change: str, noise: float, rate: float, spacing: float, top: float, bo
     losses = np.asarray(spacing * np.arange(first, last + 1), dtype=np.float64)
     edges = np.append(np.clip(_output_at(change, noise, rate, losses), low, high), high)
     edges[0] = low
+    if losses[-1] >= most:
+        edges[-2] = high  # nothing lies above the grid
     edges = np.maximum.accumulate(edges)
     gained = np.where(edges[:-1] > low, 0.0, np.expm1(least - losses))
     missed = np.where(edges[1:-1] < high, 0.0, np.expm1(most - losses[1:]))
