@@ -629,7 +629,7 @@ def test_no_warning_tells_how_many_records_were_drawn(tmp_path: Path, monkeypatc
     own_tasks(tmp_path, monkeypatch)
     settings = PRIVATE.replace(task="adp2sgd_test_tasks:in_parts", options={}, epochs=1.0)
     made = prepare(settings)
-    with pytest.warns(UserWarning, match="Functional engine: split may mix the records of a batch"):
+    with pytest.warns(UserWarning, match="Functional engine: the model takes another course"):
         chosen = made.compute.engine
     assert isinstance(chosen, choose.Automatic)
     assert chosen.chosen is chosen.functional
