@@ -71,10 +71,12 @@ class BookKeeping:
     def record(self, inputs: Tensor, targets: Tensor) -> Recording:
         """The recorded passes over these rows. Guarantee: they keep records apart, else `UnsupportedError` is raised.
 
-        Code that is not torch's or this package's is checked at every pass; it reads a copy of the inputs, and what it
-        keeps in Python is put back.
+        Code that is not torch's or this package's is checked at every pass, and what it keeps in Python is put back.
+        The model reads copies: a layer in place would change the batch, which is read again where a record has no
+        finite gradient.
         """
         module, records = self.model.module, len(inputs) // self.copies
+        inputs, targets = inputs.clone(), targets.clone()
         refuse_hooks(module, self.trained.values())
         if known(module, self.loss):
             self._program(inputs, targets)
@@ -82,7 +84,6 @@ class BookKeeping:
             self._backward(recording, self._forward(recording, inputs, targets))
             return recording
         with self._memory.kept(), without_saved_hooks(), eager():
-            inputs, targets = inputs.clone(), targets.clone()
             course = Follower(self._program(inputs, targets), inputs, targets, records)
             recording = Recording(self.trained, module.buffers(), records, course)
             losses = self._forward(recording, inputs, targets)

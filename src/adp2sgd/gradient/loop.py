@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -30,15 +30,12 @@ class Loop:
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
         norms = []
         plain = known(self.model.module, self.loss)
-        weights = self.model.weights if plain else self.model.weights.clone()
+        before = () if plain else tuple((vector, vector.detach().clone()) for vector in self._vectors())
         for x, y in zip(inputs.split(self.copies), targets.split(self.copies), strict=True):
             if not len(x):
                 continue
-            if plain:
-                gradient = self.gradient(x, y)
-            else:
-                with self._memory.kept(), self._kept(weights):
-                    gradient = self.gradient(x.clone(), y.clone())
+            with nullcontext() if plain else self._kept(before):
+                gradient = self.gradient(x.clone(), y.clone())  # a layer may change them
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             norms.append(norm.where(torch.isfinite(norm), torch.full_like(norm, float("inf"))))
             if torch.isfinite(norm):
@@ -55,16 +52,21 @@ class Loop:
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         return torch.cat([g.reshape(-1) for g in flat])
 
+    def _vectors(self) -> list[Tensor]:
+        """All numbers that a pass might change: weights, gradients, frozen parameters."""
+        frozen = [p for p in self.model.module.parameters() if not p.requires_grad]
+        return [self.model.weights, self.model.grad, *frozen]
+
     @contextmanager
-    def _kept(self, weights: Tensor) -> Iterator[None]:
-        """The model's weights are `weights` again afterwards, and its gradients what they were."""
+    def _kept(self, before: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Weights and gradients are `before` again afterwards, and what the model keeps in Python is what it was."""
         gradients = [(p, p.grad) for p in self.model.module.parameters()]
-        before = self.model.grad.clone()
         try:
-            yield
+            with self._memory.kept():
+                yield
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for vector, right in ((self.model.grad, before), (self.model.weights, weights)):
-                if not torch.equal(vector, right):
-                    vector.copy_(right)
+            for vector, right in before:
+                if not torch.equal(vector.detach(), right):
+                    vector.data.copy_(right)
