@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.bookkeeping import BookKeeping
 from adp2sgd.gradient.choose import Automatic
+from adp2sgd.gradient.functional import Functional
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.gradient.state import Memory
@@ -110,6 +111,14 @@ def test_functions_of_single_records_keep_the_fast_engine_and_equal_the_loop(nam
         assert torch.allclose(found.norms, expected.norms, rtol=1e-9)
 
 
+def columns(h: Tensor) -> Tensor:
+    """Written by rows, read by columns of the same memory."""
+    rows = torch.zeros(len(h), 2, dtype=h.dtype)
+    read = rows.view(2, len(h))
+    rows.copy_(h[:, 0, :2].detach())
+    return read.sum(0)[:, None, None]
+
+
 MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda h: h.softmax(0),
     "sum": lambda h: h + h.sum(0),
@@ -138,6 +147,12 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
     "place": lambda h: h * torch.linspace(0, 1, len(h))[:, None, None],
     "identity": lambda h: (torch.eye(len(h)).to(h) @ h.flatten(1)).view_as(h),
     "largest class": lambda h: h * F.one_hot((h[:, 0, 0] > 0).long()).shape[1],
+    "table": lambda h: F.embedding(torch.zeros_like(h[:, 0, 0]).long(), h.flatten(1)).view_as(h),
+    "buckets": lambda h: h * torch.bucketize(h[:, :1, :1], h[:, 0, 0].detach()),
+    "taken along": lambda h: torch.take_along_dim(h, torch.zeros_like(h).long(), dim=0),
+    "pairs": lambda h: h[:, 0] + F.cosine_similarity(h[:, None, 0], h[:, 0], dim=1),
+    "shared memory": lambda h: h + columns(h),
+    "bits": lambda h: h + h[:, 0, 0].detach().clone().view(torch.int32).view(2, -1).sum(0)[:, None, None],
     "strided": lambda h: h.as_strided(h.shape, (0, WIDTH, 1)),
     "data": lambda h: h.data + h,
     "operator": lambda h: torch.ops.aten.flip(h, [0]),
@@ -278,3 +293,41 @@ def test_the_loop_starts_every_record_from_the_same(how):
     assert torch.equal(x, before)
     assert torch.equal(model.weights, weights)
     assert not model.grad.any()
+
+
+@pytest.mark.parametrize("engine", [BookKeeping, Functional, Loop])
+def test_a_layer_in_place_does_not_change_the_batch(engine):
+    """A record without a finite gradient made the fast engine read the batch again, as the layer had left it."""
+    model = FlatModel(nn.Sequential(nn.LeakyReLU(0.1, inplace=True), nn.Linear(6, 3)))
+    x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+    expected = engine(model, cross_entropy).clipped_sum(x[1:].clone(), y[1:], 0.1).total
+    x[0, 0] = math.nan
+    before = x.clone()
+    found = engine(model, cross_entropy).clipped_sum(x, y, 0.1).total
+    assert torch.allclose(found, expected, rtol=1e-5)
+    assert torch.equal(x.nan_to_num(7), before.nan_to_num(7))
+
+
+class Written(nn.Module):
+    """Writes to a buffer, or to a frozen parameter, behind torch's back, where it reads a large record."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner = kind, nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(()))
+        self.sign = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool(x.detach().abs().max() > 100):
+            (self.scale if self.kind == "buffer" else self.sign).data.fill_(-1.0)
+        return self.inner(x) * self.scale * self.sign
+
+
+@pytest.mark.parametrize("kind", ["buffer", "frozen"])
+def test_what_a_large_record_writes_is_put_back(kind):
+    engine = Loop(FlatModel(Written(kind)), cross_entropy)
+    x, y = torch.randn(5, 6), torch.randint(0, 3, (5,))
+    x[0] = 1000.0
+    without = engine.clipped_sum(x[1:], y[1:], 0.1).total
+    moved = engine.clipped_sum(x, y, 0.1).total - without
+    assert float(moved.norm()) <= 0.1 * (1 + 1e-5)

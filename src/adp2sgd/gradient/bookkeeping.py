@@ -74,12 +74,13 @@ class BookKeeping:
     def record(self, inputs: Tensor, targets: Tensor) -> Recording:
         """The recorded passes over these rows. Guarantee: they keep records apart, else `UnsupportedError` is raised.
 
-        Layers read a copy of the inputs. Code that is not torch's or this package's is checked at every pass, and what
-        it keeps in Python is put back.
+        Code that is not torch's or this package's is checked at every pass, and what it keeps in Python is put back.
+        The model reads copies: a layer in place would change the batch, which is read again where a record has no
+        finite gradient.
         """
         module, records = self.model.module, len(inputs) // self.copies
+        inputs, targets = inputs.clone(), targets.clone()
         refuse_hooks(module, self.trained.values())
-        inputs, targets = inputs.clone(), targets.clone()  # layers change them in place, and `_piece` reads them again
         if known(module, self.loss):
             self._program(inputs, targets)
             recording = Recording(self.trained, module.buffers(), records)

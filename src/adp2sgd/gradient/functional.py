@@ -44,7 +44,7 @@ class Functional:
         norms = [self.model.weights.new_zeros(0)]
         rows = self.chunk * self.copies
         for start in range(0, len(inputs), rows):
-            x, y = inputs[start : start + rows], targets[start : start + rows]
+            x, y = inputs[start : start + rows].clone(), targets[start : start + rows].clone()
             with self._memory.kept(), eager(), Mapped():
                 gradients = self._gradients(x, y)
             norms.append(finite_or_infinite(sum((squares(g) for g in gradients.values()), total.new_zeros(1)), dtype))
@@ -75,7 +75,8 @@ class Functional:
         return gradients
 
 
-GRAPH = vars(torch._C.TensorBase)["grad_fn"].__get__  # a node of the graph takes hooks
+GETTERS = [vars(torch._C.TensorBase)[name].__get__ for name in ("grad_fn", "data")]
+"""A node of the graph takes hooks; data are changed without a trace."""
 
 
 class Mapped(TorchFunctionMode):
@@ -99,7 +100,7 @@ class Mapped(TorchFunctionMode):
         if isinstance(func, OpOverloadPacket):
             foreign = not str(func).startswith("aten.")
         name = getattr(func, "__name__", "")
-        if foreign or name in self.REFUSED or func == GRAPH:
+        if foreign or name in self.REFUSED or func in GETTERS:
             raise UnsupportedError(f"{name or func} could see more than one record")
         if torch._C._len_torch_dispatch_stack():
             raise UnsupportedError("a dispatch mode of the model's own could see more than one record")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from adp2sgd.gradient import vocabulary as words
 from adp2sgd.gradient.layouts import UNIFORM, Rows, Rule, Site, Value, joint
-from adp2sgd.gradient.program import Listed
+from adp2sgd.gradient.program import Listed, Scaled
 
 
 def aligned(site: Site, out: Value, values: tuple[Value, ...] | list[Value], least: int = 1) -> Rows:
@@ -36,7 +36,7 @@ def elementwise(site: Site) -> Rows:
 
 
 def of_first(site: Site) -> Rows:
-    """Where the records of the first tensor lie; the others are constants."""
+    """Where the records of the first tensor lie; others are constants, or only give a type."""
     if site.first.rows is None or site.first.axis != site.out.axis or len(site.with_records) > 1:
         raise site.refusal()
     return site.first.rows
@@ -55,17 +55,15 @@ def one_hot(site: Site) -> Rows:
 
 
 def along(site: Site) -> Rows:
-    """Joins numbers along axes, of which none may be the records'; several tensors have these at one place."""
+    """Joins numbers along axes, of which none may be the records'; several tensors have as many axes each."""
     place, default = words.ALONG[site.func]
     named = site.kwargs.get("dims", site.kwargs.get("axis", default))
     axes = site.get(place, "dim", named)
-    if isinstance(axes, Value) and site.name in ("max", "min"):  # of two tensors
+    if isinstance(axes, Value) and site.name in ("max", "min"):  # the larger or the smaller numbers of two tensors
         return elementwise(site)
     axes = site.args[1:] if site.name == "flip" and len(site.args) > 2 else axes if isinstance(axes, tuple) else (axes,)
-    first = site.first
-    if any(v.rows is None or v.axis != first.axis or len(v.shape) != len(first.shape) for v in site.tensors):
-        raise site.refusal()
-    if not axes or any(type(a) is not int for a in axes):
+    alike = len({(len(v.shape), v.axis) for v in site.tensors if v.rows is not None}) == 1
+    if not alike or len(site.with_records) < len(site.tensors) or not axes or any(type(a) is not int for a in axes):
         raise site.refusal()
     if any(a % len(v.shape) == v.axis for a in axes for v in site.tensors):
         return _unsplit(site) if site.func in words.SPLITS else _interleaved(site)
@@ -111,6 +109,8 @@ def reshape(site: Site) -> Rows:
     given, out = site.first, site.out
     if given.rows is None:
         raise site.refusal()
+    if prod(_places(given)) != prod(_places(out)):  # other numbers: the same bits read as another type
+        raise site.refusal()
     if given.rows == UNIFORM:
         return UNIFORM
     step = given.rows.inner * prod(given.shape[given.axis + 1 :])
@@ -119,6 +119,11 @@ def reshape(site: Site) -> Rows:
     if after == 0 or inner == 0 or step % after or count % inner:
         raise site.refusal()
     return Rows(count // inner, inner)
+
+
+def _places(value: Value) -> list[int]:
+    """The sizes of its axes for one record."""
+    return [size.per_record if isinstance(size, Scaled) else size for size in value.shape]
 
 
 def spread(site: Site) -> Rows:
@@ -317,6 +322,8 @@ def multi_head(site: Site) -> Rows:
         raise site.refusal()
     fits = (Rows(1, rows.inner * heads), UNIFORM)
     if mask is not None and len(mask.shape) == 3 and (mask.rows not in fits or mask.axis != 0):
+        raise site.refusal()
+    if mask is not None and len(mask.shape) != 3 and mask.rows is not None:
         raise site.refusal()
     return rows
 

@@ -22,7 +22,8 @@ class Rows(NamedTuple):
 
 
 UNIFORM = Rows(0, 0)
-"""All places of the axis hold the same, or random numbers of their own: they fit any order of the records."""
+"""All places of the axis hold the same, or random numbers of their own: they fit any order of the records. (For axes of
+several places for each record.)"""
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,16 @@ Rule = Callable[[Site], Rows]
 def prove(program: Program, rules: dict[Any, Rule], trained: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
     """Guarantee: every record's loss is a function of that record, the constants and the weights alone, the same in
     batches of any size, and what reads a trained parameter has the records in order. Else `UnsupportedError`."""
+    result = located(program, rules, trained, buffers)[program.result]
+    if not result.in_front or len(result.shape) != 1:
+        raise UnsupportedError("the losses are not one for each record, in order")
+
+
+def located(
+    program: Program, rules: dict[Any, Rule], trained: Iterable[Tensor], buffers: Iterable[Tensor]
+) -> dict[Ref, Value]:
+    """Where the records lie in all tensors. Guarantee: what belongs to a record is a function of that record, the
+    constants and the weights alone, the same in batches of any size."""
     known = {id(t): Value(tuple(t.shape), buffer=True) for t in buffers}
     known |= {id(t): Value(tuple(t.shape), trained=True) for t in trained}
     values = {Ref(GIVEN, at): Value(shape, Rows(1, shape[0].per_record)) for at, shape in enumerate(program.given)}
@@ -111,9 +122,7 @@ def prove(program: Program, rules: dict[Any, Rule], trained: Iterable[Tensor], b
             values[ref] = _changed(values[ref], strides, rows, site, dict(call.changed)[call.args[0]])
         for output, shape in enumerate(call.shapes):
             values[Ref(number, output)] = Value(shape, rows, trained=grown)
-    result = values[program.result]
-    if not result.in_front or len(result.shape) != 1:
-        raise UnsupportedError("the losses are not one for each record, in order")
+    return values
 
 
 def _site(call: Call, values: dict[Ref, Value], known: dict[int, Value]) -> Site:
@@ -160,6 +169,8 @@ def _rows(site: Site, rules: dict[Any, Rule]) -> Rows | None:
     if any(count != 1 for count in axes) or not axes:
         raise site.refusal()
     rows = rules[site.func](site)
+    if rows == UNIFORM and all(shape[Value(shape).axis] == Scaled(1) for shape in site.shapes):
+        rows = Rows(1, 1)  # one place for each record can only be its own
     for shape in site.shapes:
         value = Value(shape, rows)
         if rows != UNIFORM and rows.outer * rows.inner != shape[value.axis].per_record:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -30,16 +30,13 @@ class Loop:
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
         norms: list[Tensor] = []
         plain = known(self.model.module, self.loss)
-        held = [] if plain else self._values()
+        before = () if plain else tuple((vector, vector.detach().clone()) for vector in self._vectors())
         for x, y in zip(inputs.split(self.copies), targets.split(self.copies), strict=True):
             if not len(x):
                 continue
             counts = records is None or len(norms) < records
-            if plain:
-                gradient = self.gradient(x, y)
-            else:
-                with self._memory.kept(), self._kept(held):
-                    gradient = self.gradient(x.clone(), y.clone())
+            with nullcontext() if plain else self._kept(before):
+                gradient = self.gradient(x.clone(), y.clone())  # a layer may change them
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             finite = torch.isfinite(norm)
             norms.append(norm.where(finite, torch.full_like(norm, float("inf"))))
@@ -57,21 +54,23 @@ class Loop:
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         return torch.cat([g.reshape(-1) for g in flat])
 
-    def _values(self) -> list[tuple[Tensor, Tensor]]:
-        """Weights, frozen parameters and buffers, with copies of them: writes to `Tensor.data` leave no other trace."""
+    def _vectors(self) -> list[Tensor]:
+        """All numbers that a pass might change: weights, gradients, frozen parameters, buffers. Writes to
+        `Tensor.data` leave no other trace."""
         module = self.model.module
-        frozen = [p.detach() for p in module.parameters() if not p.requires_grad]
-        return [(t, t.clone()) for t in (self.model.weights, self.model.grad, *frozen, *module.buffers())]
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        return [self.model.weights, self.model.grad, *frozen, *module.buffers()]
 
     @contextmanager
-    def _kept(self, held: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """The values are `held` again afterwards, and the parameters have their gradients' memory."""
+    def _kept(self, before: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """All numbers are `before` again afterwards, and what the model keeps in Python is what it was."""
         gradients = [(p, p.grad) for p in self.model.module.parameters()]
         try:
-            yield
+            with self._memory.kept():
+                yield
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for tensor, right in held:
-                if not torch.equal(tensor, right):
-                    tensor.copy_(right)
+            for vector, right in before:
+                if not torch.equal(vector.detach(), right):
+                    vector.data.copy_(right)

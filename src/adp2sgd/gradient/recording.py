@@ -18,6 +18,7 @@ from adp2sgd.gradient.functions import HANDLERS
 from adp2sgd.gradient.program import Pass, found_in
 from adp2sgd.gradient.rounding import Measured, together
 from adp2sgd.gradient.rules import UnsupportedError
+from adp2sgd.gradient.vocabulary import EMPTY
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -126,6 +127,8 @@ class Recording(TorchFunctionMode):
             return self._call(func, args, kwargs)
         number = self.course.call(func, args, kwargs)
         out = self._call(func, args, kwargs)
+        if func in EMPTY:
+            out.zero_()
         self.course.done(number, func, args, out)
         return out
 

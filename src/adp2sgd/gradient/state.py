@@ -24,7 +24,7 @@ LARGEST = 10_000
 
 class Memory:
     """Attributes of models, losses and their classes, and the global variables that their functions name, with the
-    lists, dicts, sets, arrays, tensors, closures and other objects that are reached from them.
+    lists, dicts, sets, arrays, tensors, closures and other objects that are reached from them; and all buffers.
 
     Not reached: parameters, variables of other modules, containers of more than `LARGEST` things, generators, and
     objects that keep their state in C.
@@ -32,38 +32,28 @@ class Memory:
 
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
-        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Whatever the block changes is put back."""
-        seen = self._walk(list(self._roots))
+        seen = self._walk()
         try:
             yield
         finally:
             for thing, before, put_back in seen.values():
                 put_back(thing, before)
 
-    def _walk(self, waiting: list[Any]) -> Seen:
+    def _walk(self) -> Seen:
         seen: Seen = {}
+        waiting = list(self._roots)
+        for root in self._roots:
+            waiting += root.buffers() if isinstance(root, nn.Module) else ()  # compiled modules hold theirs elsewhere
         while waiting:
             thing = waiting.pop()
             way = _way(type(thing))  # type: ignore[arg-type]
-            if way is None or id(thing) in seen:
-                continue
-            if way is _tensor:
-                seen[id(thing)] = (thing, self._copied(thing), _rewrite)
-            else:
+            if way is not None and id(thing) not in seen:
                 seen[id(thing)] = way(thing, waiting)
         return seen
-
-    def _copied(self, tensor: Tensor) -> tuple[int, Tensor]:
-        """Its version, and a copy from when it had that one."""
-        held, version, values = self._copies.get(id(tensor), (None, 0, tensor))
-        if held is not tensor or version != tensor._version:
-            values = tensor.detach().clone()
-            self._copies[id(tensor)] = (tensor, tensor._version, values)
-        return tensor._version, values
 
 
 Entry = tuple[Any, Any, Callable[[Any, Any], None]]
@@ -165,8 +155,8 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def _tensor(thing: Any, waiting: list[Any]) -> Entry:
-    raise NotImplementedError
+def _tensor(thing: Tensor, waiting: list[Any]) -> Entry:
+    return thing, thing.detach().clone(), _rewrite
 
 
 WAYS: tuple[tuple[Any, Way | None], ...] = (
@@ -209,9 +199,10 @@ def _reset(thing: Any, before: Any) -> None:
     thing.update(before)
 
 
-def _rewrite(thing: Tensor, before: tuple[int, Tensor]) -> None:
-    if thing._version != before[0]:
-        thing.detach().copy_(before[1])
+def _rewrite(thing: Tensor, before: Tensor) -> None:
+    # By `data`, which models may have changed it by, too: that leaves no trace in its version.
+    if thing.is_cuda or not torch.equal(thing.detach(), before):
+        thing.data.copy_(before)
 
 
 def _rewrite_array(thing: Any, before: Any) -> None:

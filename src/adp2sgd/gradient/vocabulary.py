@@ -61,7 +61,7 @@ bfloat16 bool clone contiguous cpu cuda detach double float half int long short 
 """
 LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like"
 LOSSES = """
-binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss huber_loss hinge_embedding_loss kl_div l1_loss
+binary_cross_entropy binary_cross_entropy_with_logits huber_loss hinge_embedding_loss kl_div l1_loss
 mse_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
 """
 ELEMENTWISE = functions(
@@ -102,11 +102,13 @@ _along(
 )  # fmt: skip
 _along(1, 0, "unbind")
 _along(1, -1, "glu")
+EMPTY = set(functions("empty empty_like new_empty"))
+"""What they return holds whatever was in memory before."""
 SPLITS = functions("chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split")
 ALONG.update(dict.fromkeys(SPLITS, (2, 0)))
 _along(2, -1, "fft ifft rfft irfft hfft ihfft diff")
 _along(2, 1, "normalize cosine_similarity")
-_along(2, REQUIRED, "roll norm vector_norm repeat_interleave kthvalue take_along_dim")
+_along(2, REQUIRED, "take_along_dim roll norm vector_norm repeat_interleave kthvalue")
 ALONG[Tensor.unfold] = (1, REQUIRED)
 BATCH_FIRST.remove(Tensor.unfold)
 
