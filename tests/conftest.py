@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from adp2sgd.config import Config, Optimizer
+from adp2sgd.data import cifar10, heart
 from adp2sgd.data.batches import PoissonBatches
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import PlainStep
@@ -96,3 +97,12 @@ def adp2sgd(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.Comp
     """The command line in a real process."""
     command = [sys.executable, "-m", "adp2sgd", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture
+def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No data folder, no cache, no network: what a test finds is what it made."""
+    monkeypatch.delenv("ADP2SGD_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cifar10, "URL", "http://127.0.0.1:9/cifar-10-binary.tar.gz")
+    monkeypatch.setattr(heart, "URL", "http://127.0.0.1:9/")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from socket_carrier import HEAD
-from worlds import WORLDS, SharedWorld, SocketWorld, World
 
 from adp2sgd.exchange.protocol import Answer, Busy, Commit, Message, Model, Request
 from adp2sgd.exchange.shared import Post, encode
+from socket_carrier import HEAD
+from worlds import WORLDS, SharedWorld, SocketWorld, World
 
 
 @pytest.fixture(params=WORLDS)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from socket_carrier import SocketCarrier
 
 from adp2sgd.exchange.carrier import Carrier
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
@@ -20,6 +19,7 @@ from adp2sgd.exchange.slots import Layout
 from adp2sgd.learner import Learner
 from adp2sgd.task import resolve
 from conftest import make_learner
+from socket_carrier import SocketCarrier
 
 
 class World:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from honest import CLASSES, STEPS, WIDTH, Apply, mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from honest import CLASSES, STEPS, WIDTH, Apply, mlp
 
 LARGE = 1e4
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from couplings import LARGE, largest
-from honest import CLASSES, WIDTH, mlp
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.nn import functional as F
 
 from adp2sgd.task import cross_entropy
+from couplings import LARGE, largest
+from honest import CLASSES, WIDTH, mlp
 
 
 def skip(gradient: Tensor) -> Tensor:

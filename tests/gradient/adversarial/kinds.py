@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from honest import CLASSES, STEPS, VOCABULARY, WIDTH
 from torch import Generator, Tensor, nn
 
 from adp2sgd.task import Loss, cross_entropy
+from honest import CLASSES, STEPS, VOCABULARY, WIDTH
 
 RECORDS = 160  # of a case
 ODD = 1  # the place of the unusual record

@@ -11,11 +11,12 @@ from pathlib import Path as Folder
 
 import pytest
 import torch
+from torch import Tensor
+
 from cases import CASES
 from kinds import Case
 from measure import AMPLIFYING, WEIGHTS, Path, influence, quiet, records, reference
 from naive import by_hooks, by_vmap
-from torch import Tensor
 
 BOUND = 1 + 1e-5
 """Of one record's influence, in clip norms."""

@@ -17,9 +17,6 @@ from pathlib import Path as Folder
 from typing import Any
 
 import torch
-from cases import CASES
-from couplings import OUTLIERS
-from kinds import ODD, RECORDS, Case
 from torch import Tensor, nn
 
 from adp2sgd.config import Config, Privacy
@@ -31,6 +28,9 @@ from adp2sgd.gradient.functional import Functional
 from adp2sgd.learner import Learner
 from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.task import Loss
+from cases import CASES
+from couplings import OUTLIERS
+from kinds import ODD, RECORDS, Case
 
 ENGINES = {BookKeeping: "fast", Functional: "vmap"}
 ClippedSum = Callable[[Tensor, Tensor, float], Tensor]

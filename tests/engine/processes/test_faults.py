@@ -321,7 +321,7 @@ def test_sync_goes_on_from_the_newest_model_alone(tmp_path: Path) -> None:
 def command(folder: Path, settings: Config, **options: Any) -> subprocess.Popen[str]:
     (folder / "run.toml").write_text(settings.to_toml())
     line = [sys.executable, "-m", "adp2sgd", "train", "run.toml", "--out", "run", "--trust", settings.task]
-    path = os.pathsep.join([str(ROOT / "src"), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
     return subprocess.Popen(
         line,
         cwd=folder,

@@ -11,10 +11,15 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 import backward
 import couplings
 import honest
-import torch
+from adp2sgd.data.records import Records
+from adp2sgd.task import Task
 from backward import squared
 from couplings import between
 from honest import CLASSES, STEPS, VOCABULARY, WIDTH, Apply, pooled
@@ -34,11 +39,6 @@ from kinds import (
     regression,
     special,
 )
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-from adp2sgd.data.records import Records
-from adp2sgd.task import Task
 
 
 def task(case: str) -> Task:

@@ -19,7 +19,7 @@ from adp2sgd.privacy.accountant import Spent, epsilon
 from adp2sgd.privacy.calibrate import noise_for, steps_for
 from adp2sgd.privacy.mechanism import Composed, Guarantee, SampledGaussian, with_count
 
-REFERENCE = Path(__file__).parent / "data" / "privacy_reference.json"
+REFERENCE = Path(__file__).parent / "privacy_reference.json"
 GRID = 1.002  # PLD may exceed the truth, and so RDP's bound, by the tolerance of its grid
 
 # (rate, noise, steps, δ, accountant, adjacency, ε): by dp-accounting on fine grids, RDP by Opacus.

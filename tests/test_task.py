@@ -30,7 +30,7 @@ from adp2sgd.flat import FlatModel
 from adp2sgd.randomness.streams import Streams
 from adp2sgd.task import IMAGE_MODELS, Task, resolve
 from conftest import ROOT, adp2sgd, make_learner
-from test_data_sources import (
+from data_files import (
     DECLARED,
     cifar_files,
     heart_files,
@@ -478,12 +478,12 @@ def test_what_an_own_task_lacks_is_one_line() -> None:
         Task(model=lambda: nn.Linear(3, 2), train=records, test=records, metric="mae")
     with pytest.raises(DataError, match=r"inputs of Records are a ndarray; give a torch\.Tensor"):
         Records(np.zeros((8, 3)), records.targets)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r'"test_tasks:needy" needs options\.size'):
-        resolve("test_tasks:needy", {})
+    with pytest.raises(ConfigError, match=r'"test_task:needy" needs options\.size'):
+        resolve("test_task:needy", {})
 
 
 def test_a_record_that_is_not_finite_is_suspected() -> None:
-    settings = Config(task="test_tasks:one_is_missing", learners=1, batch_size=8, epochs=1, seed=0, device="cpu")
+    settings = Config(task="test_task:one_is_missing", learners=1, batch_size=8, epochs=1, seed=0, device="cpu")
     with pytest.raises(DivergedError, match=r"diverged at its step 1: .* look for records whose values are not finite"):
         simulate(settings)
 
