@@ -19,6 +19,7 @@ FILES = sorted((ROOT / "src" / "adp2sgd").rglob("*.py"))
 LAYERS = {
     "errors": 0,
     "settings": 1,
+    "tree": 1,
     "config": 2,
     "device": 3,
     "files": 3,
