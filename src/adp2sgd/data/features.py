@@ -134,7 +134,7 @@ def to_dict(feature: Feature) -> dict[str, Any]:
 
 
 def from_dict(raw: Mapping[str, Any]) -> Feature:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items() if key != "kind"}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k != "kind"}
     return KINDS[raw["kind"]](**values)
 
 
