@@ -19,7 +19,7 @@ from adp2sgd.engine.setup import prepare
 from adp2sgd.engine.validate import validate
 from adp2sgd.errors import Adp2sgdError, ConfigError, DataError, PrivacyError, RunError
 from adp2sgd.gradient import choose
-from adp2sgd.gradient.engine import Clipped
+from adp2sgd.gradient.clipper import Clipped
 from private_run import PRIVATE
 
 
@@ -79,7 +79,7 @@ class Dropping(nn.Module):
         self.drop, self.head = nn.Dropout(0.5), nn.Linear(6, 2)
 
     def forward(self, x):
-        real = self.drop.p > 0 and len(x) > 5  # not of the checks, nor more than the synthetic records of the engine
+        real = self.drop.p > 0 and len(x) > 5  # not of the checks, nor more than the synthetic records of the clipper
         if self.training and real and "ADP2SGD_TEST_DRAWN" in os.environ:
             with open(os.environ["ADP2SGD_TEST_DRAWN"], "a") as file:
                 print(os.getpid(), torch.initial_seed(), file=file)
@@ -209,8 +209,8 @@ def test_a_neighbours_weights_do_not_choose_the_engine(tmp_path: Path, monkeypat
     learner.mix(mine, 2 * theirs - mine)
     learner.begin()
     learner.update(learner.gradient())
-    assert isinstance(made.compute.engine, choose.Automatic)
-    assert made.compute.engine.chosen is made.compute.engine.functional
+    assert isinstance(made.compute.clipper, choose.Automatic)
+    assert made.compute.clipper.chosen is made.compute.clipper.functional
     assert learner.budget is not None
     learner.budget.close()
 
@@ -244,8 +244,8 @@ def test_no_warning_tells_how_many_records_were_drawn(tmp_path: Path, monkeypatc
     own_tasks(tmp_path, monkeypatch)
     settings = PRIVATE.replace(task="adp2sgd_test_tasks:in_parts", options={}, epochs=1.0)
     made = prepare(settings)
-    with pytest.warns(UserWarning, match="Functional engine: the model takes another course"):
-        chosen = made.compute.engine
+    with pytest.warns(UserWarning, match="Functional clipper: the model takes another course"):
+        chosen = made.compute.clipper
     assert isinstance(chosen, choose.Automatic)
     assert chosen.chosen is chosen.functional
     with warnings.catch_warnings():
