@@ -52,6 +52,7 @@ ENGINE = {  # inside engine/, from what all share to what drives
     "interrupt": 0,
     "speeds": 0,
     "threads": 0,
+    "spending": 0,
     "status": 0,
     "site": 2,
     "validate": 2,

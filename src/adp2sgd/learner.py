@@ -54,6 +54,7 @@ class Learner:
         self,
         *,
         number: int,
+        name: str | None = None,
         task: Task,
         model: FlatModel,
         records: Records,
@@ -66,8 +67,8 @@ class Learner:
         budget: Budget | None = None,
         copies: int = 1,
     ) -> None:
-        """`copies`: rows that the gradient step gets of each record, augmented independently."""
-        self.number = number
+        """`name`: its site's. `copies`: rows that the gradient step gets of each record, augmented independently."""
+        self.number, self.name = number, name or str(number)
         self.progress = progress
         self.budget = budget
         self.steps = 0
@@ -151,7 +152,7 @@ class Learner:
                 raise
             part = self._task.part(error, "gradient")
             raise RunError(
-                f"learner {self.number}'s step failed in the task's {part} ({kind(error)}); {WITHHELD}"
+                f"learner {self.name}'s step failed in the task's {part} ({kind(error)}); {WITHHELD}"
             ) from None
 
     def rehearse(self) -> None:

@@ -55,25 +55,30 @@ def load(
     ranges, categories = ranges or {}, categories or {}
     table = read(Path(path), written, site=site, ignore=ignore)
     site = "site" if Path(path).is_dir() and site is None else site
-    named = {"label": label, "site": site, "split": split}
-    _check_names(path, table, [*(name for name in named.values() if name), *ranges, *categories, *ignore])
-    test = _test_rows(table, split, test_fraction)
-    names = [name for name in table.columns if name not in {*named.values(), *ignore}]
+    roles = [name for name in (label, site, split) if name]
+    _check_names(path, table, [*roles, *ranges, *categories, *ignore])
+    names = [name for name in table.columns if name not in {*roles, *ignore}]
     if not names:
-        raise DataError(f"{path} has no column besides {[n for n in named.values() if n]}; add the features")
+        raise DataError(f"{path} has no column besides {roles}; add the features")
+    test = _test_rows(table, split, test_fraction)
     schema = _Schema(table, written, ranges, categories, ~test)
     chosen = schema.target(label, target, classes, class_weights)
     encoder = Encoder(features=tuple(map(schema.feature, names)), target=chosen, written=written)
     owners, site_names = _sites(table.columns[site], site, table.where) if site else (None, ())
     records = Records(encoder.inputs(table), encoder.targets(table), owners, site_names)
+    return _source(records, test, encoder, ", ".join(schema.fitted) or None)
+
+
+def _source(records: Records, test: Bools, encoder: Encoder, fitted: str | None) -> Source:
     train, held = (records.take(torch.from_numpy(np.flatnonzero(rows))) for rows in (~test, test))
+    target = encoder.target
     return Source(
         train=train,
         test=held,
-        classes=chosen.outputs,
-        fitted=", ".join(schema.fitted) or None,
-        loss=chosen.loss,
-        metric=chosen.metric,
+        classes=target.outputs,
+        fitted=fitted,
+        loss=target.loss,
+        metric=target.metric,
         encoder=encoder,
     )
 

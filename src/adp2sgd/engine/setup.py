@@ -64,11 +64,22 @@ def prepare(config: Config, seed: int | None = None, *, resumed: bool = False) -
     """Load the task, deal out its records and build the model, all from the public seed; refuse what does not fit."""
     device = pick_device(config.device)
     task = resolve(config.task, config.options, private=config.privacy.mode == "private")
+    config = config.replace(data=config.data.replace(partition=shards.partition_of(task.train, config.data)))
     plan = make_plan(config, total_samples=len(task.train), seed=seed)
     rows = shards.split(task.train, config.data, config.learners, plan.seed)
     compute = Compute(plan, task, device, largest_shard=max(map(len, rows)))
     notes = validate(plan, task, compute.model, [len(shard) for shard in rows], resumed=resumed)
-    return Setup(plan, task, rows, compute, tuple(notes))
+    return Setup(plan, task, rows, compute, (*_mixed_sites(config, task), *notes))
+
+
+def _mixed_sites(config: Config, task: Task) -> list[str]:
+    """A note where learners do not stand for the sites that the data have."""
+    if task.train.sites is None or config.data.partition == "site":
+        return []
+    return [
+        f'data.partition = "{config.data.partition}" deals the records of all sites out to the learners: no learner '
+        "stands for a site"
+    ]
 
 
 @contextmanager

@@ -35,6 +35,7 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     budget = open_budget(plan, site.number, site.name, len(records), folder) if plan.private else None
     return Learner(
         number=site.number,
+        name=site.name,
         task=site.task,
         model=compute.model,
         records=records.with_blank() if config.privacy.fixed_work else records,

@@ -30,6 +30,7 @@ from adp2sgd.engine.simulation import checkpoint
 from adp2sgd.engine.simulation.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.simulation.open_files import allow_open_files
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
+from adp2sgd.engine.spending import Spending
 from adp2sgd.engine.status import RunStatus, StatusFile
 from adp2sgd.engine.threads import suited_threads
 from adp2sgd.errors import InterruptedRunError, callback, telling_no_values
@@ -62,9 +63,8 @@ def simulate(
 def _simulate(config: Config, folder: str | Path, resume: bool, on_status: Callable[[RunStatus], None]) -> Run:
     kind = Synchronous if config.algorithm == "sync" else Asynchronous
     saved = checkpoint.read(Folder.open(folder)) if resume else None
-    setup = prepare(
-        config, saved.seed if saved else None, resumed=resume
-    )  # before the folder: a wrong task leaves nothing behind
+    # before the folder: a wrong task leaves nothing behind
+    setup = prepare(config, saved.seed if saved else None, resumed=resume)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     simulation = kind(setup, home, StatusFile(home, on_status))
     with (
@@ -99,6 +99,7 @@ class Simulation:
         self._on_status = on_status
         self._next_status = 0.0
         self._watch = Watch(folder)
+        self._spending = Spending(())
         self._pool = Pool()
 
     def _post(self, message: Message) -> None:
@@ -114,6 +115,8 @@ class Simulation:
             learner = self.setup.learner(number, self.folder.learner(number))
             exchange = Exchange(learner, MemoryCarrier(learner, self._post, self._pool))
             self.members.append(Member(learner, exchange))
+        self._spending = Spending([m.learner.budget.plan for m in self.members if m.learner.budget is not None])
+        self._spending.start()
 
     def start(self) -> None:
         """Everything that happens at time 0."""
@@ -140,6 +143,7 @@ class Simulation:
             return self._result()  # the steps are done: an interruption now waits for the result
 
     def close(self) -> None:
+        self._spending.close()
         self.folder.flush()
         for member in self.members:
             if member.learner.budget is not None:
@@ -185,7 +189,8 @@ class Simulation:
 
     @property
     def status(self) -> RunStatus:
-        plan = self.setup.plan
+        plan, budgets = self.setup.plan, [member.learner.budget for member in self.members]
+        self._spending.drawn = [None if budget is None else budget.steps for budget in budgets]
         return RunStatus(
             task=plan.config.task,
             algorithm=plan.config.algorithm,
@@ -196,7 +201,8 @@ class Simulation:
             epoch=plan.epoch(self.global_steps),
             epochs=plan.config.epochs,
             learners=tuple(
-                member.status(name) for member, name in zip(self.members, self.setup.site_names, strict=True)
+                member.status(name, self._spending)
+                for member, name in zip(self.members, self.setup.site_names, strict=True)
             ),
             curve=tuple(self.curve),
             notes=self.setup.notes,
