@@ -57,6 +57,7 @@ ENGINE = {  # inside engine/, from what all share to what drives
     "site": 2,
     "validate": 2,
     "setup": 3,
+    "forecast": 4,
     "result": 4,
     "simulation": 5,
     "processes": 5,

@@ -20,32 +20,8 @@ import pytest
 
 from adp2sgd.cli import main as cli
 from adp2sgd.cli import view
+from command import Command
 from conftest import adp2sgd
-
-
-class Command:
-    """Calls the command line in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch, self._capsys = monkeypatch, capsys
-
-    def __call__(self, *arguments: str) -> tuple[int, str, str]:
-        self._monkeypatch.setattr(sys, "argv", ["adp2sgd", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = self._capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    def json(self, *arguments: str) -> Any:
-        code, out, complaint = self(*arguments, "--json")
-        assert (code, complaint) == (0, "")
-        return json.loads(out)
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    monkeypatch.chdir(tmp_path)
-    return Command(monkeypatch, capsys)
 
 
 def test_topology_prints_its_figures(command: Command) -> None:

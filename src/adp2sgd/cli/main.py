@@ -15,6 +15,8 @@ from typing import Annotated, Any, Optional
 import typer
 
 from adp2sgd.cli import inspect, training
+from adp2sgd.cli.check import check
+from adp2sgd.cli.init import init
 from adp2sgd.cli.options import Json
 from adp2sgd.cli.privacy import privacy
 from adp2sgd.errors import Adp2sgdError
@@ -69,6 +71,18 @@ def demo(json: Json = False) -> None:
 
 VERBS: tuple[tuple[str, Callable[..., None], str, str], ...] = (  # name, function, summary in a line, example
     ("demo", demo, "See what asynchrony and privacy cost, in seconds.", ""),
+    (
+        "init",
+        init,
+        "Write a first configuration for data of your own.",
+        "patients.csv --label ill --site clinic",
+    ),
+    (
+        "check",
+        check,
+        "Say what a run would do: steps, ε, bytes, memory, time.",
+        "experiments/ring8.toml --learners 4,16,64",
+    ),
     (
         "simulate",
         training.simulate,
