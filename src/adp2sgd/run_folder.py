@@ -4,7 +4,7 @@ runs/NAME/config.toml                       every field that is set, defaults in
 runs/NAME/events.jsonl                      one line per evaluation of θ
 runs/NAME/learner-ID/events.jsonl           one line per step; stays at the learner
 runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledger` is set; plan.json: the cap
-runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
+runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, optimizer state
 runs/NAME/result.json                       what the run reports
 runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict
 

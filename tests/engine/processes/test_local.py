@@ -275,7 +275,7 @@ def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) 
     real, _ = Folder.open(tmp_path / "real").load_tensors(name)
     simulated, _ = Folder.open(tmp_path / "simulated").load_tensors(name)
     assert torch.equal(real["weights"], simulated["weights"])
-    assert torch.equal(real["velocity"], simulated["velocity"])
+    assert torch.equal(real["optimizer.velocity"], simulated["optimizer.velocity"])
 
 
 @pytest.mark.processes
@@ -341,7 +341,7 @@ def test_the_background_thread_writes_the_snapshot_and_survives_a_look_that_fail
     monkeypatch.setattr("adp2sgd.engine.processes.background.evaluate", fail)
     (tmp_path / "run").mkdir()
     folder = Folder(tmp_path / "run")
-    site = SimpleNamespace(task=learner._task, plan=SimpleNamespace(seed=0, private=False))
+    site = SimpleNamespace(task=learner.sampler.task, plan=SimpleNamespace(seed=0, private=False))
     counts = {(0, 0): Count(7)}
     compute = SimpleNamespace(device="cpu")
     background = Background(site, compute, learner, folder, snapshot=whole.clone, counts=lambda: counts)  # type: ignore[arg-type]

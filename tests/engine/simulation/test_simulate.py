@@ -97,7 +97,7 @@ def test_the_simulator_is_algorithm_1(number: int, tmp_path: Path) -> None:
         asked = member.exchange.number
         partners = {k: m.exchange.tally.completed for k, m in enumerate(simulation.members)}
         shard = simulation.setup.shards[worker]
-        step = {"worker": worker, "read_at": member.read_at, "rows": shard[member.learner.rows].numpy()}
+        step = {"worker": worker, "read_at": member.read_at, "rows": shard[member.learner.sampler.rows].numpy()}
         simulation.advance()
         met = [k for k, m in enumerate(simulation.members) if m.exchange.tally.completed > partners[k]]
         assert len(met) == 2 * (member.exchange.number - asked)
@@ -127,7 +127,7 @@ def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) 
     reference = setup.task.model()
     reference.load_state_dict(setup.compute.model.module.state_dict())
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    batches = make_learner(0, setup.task)._batches
+    batches = make_learner(0, setup.task).sampler.batches
     batches.rate, batches._streams = 32 / len(setup.task.train), type(batches._streams)(4, 0)
     for step in range(setup.plan.target_steps):
         batch = setup.task.train.take(setup.shards[0]).take(batches.draw(step))
