@@ -20,10 +20,11 @@ from adp2sgd.config import Config, Optimizer, Privacy, Speeds
 from adp2sgd.device import can_compile, laid_out, let_go, precision_on
 from adp2sgd.engine import simulate, train
 from adp2sgd.engine.compute import pick_device
-from adp2sgd.engine.evaluate import Metrics, average, evaluate
+from adp2sgd.engine.evaluate import Metrics, evaluate
 from adp2sgd.engine.setup import Setup, prepare
 from adp2sgd.engine.simulation import checkpoint
 from adp2sgd.engine.status import RunStatus
+from adp2sgd.engine.theta import mean_of
 from adp2sgd.errors import DivergedError
 from adp2sgd.run_folder import Folder, Point, Run, read_result
 from adp2sgd.task import Augment, Task, digits
@@ -213,7 +214,7 @@ def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> d
     rate = None if resumed else round(run.global_steps * settings.batch_size / took)  # of a whole run only
     figures |= _figures(run) | {"images_per_second": rate}
     if not processes and settings.options.get("norm") == "batch":
-        setup, theta = prepare(settings), average(_states(folder, settings))
+        setup, theta = prepare(settings), mean_of(_states(folder, settings)).theta
         again = recomputed(setup, theta)
         figures |= {"accuracy_recomputed": again.accuracy, "loss_recomputed": again.loss}
         if setup.task.augment is not None:

@@ -14,16 +14,17 @@ from adp2sgd.config import Config
 from adp2sgd.data import shards
 from adp2sgd.device import AUTOCAST
 from adp2sgd.engine.compute import Compute, build_model, pick_device
-from adp2sgd.engine.evaluate import HeldOut
+from adp2sgd.engine.evaluate import Figures, HeldOut, Metrics
 from adp2sgd.engine.plan import Plan, make_plan
 from adp2sgd.engine.site import Site, make_learner
+from adp2sgd.engine.theta import Mean
 from adp2sgd.engine.validate import validate
 from adp2sgd.errors import LedgerError, telling_no_values
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.proof import synthetic
 from adp2sgd.learner import Learner
 from adp2sgd.privacy.ledger import read as read_ledger
-from adp2sgd.run_folder import Folder
+from adp2sgd.run_folder import Folder, Point
 from adp2sgd.task import Task, resolve
 
 
@@ -49,6 +50,17 @@ class Setup:
             return (None,) * len(self.shards)
         numbers = [int(train.sites[rows[0]]) for rows in self.shards]
         return tuple(train.site_names[number] if train.site_names else str(number) for number in numbers)
+
+    def point(self, global_steps: int, seconds: float, figures: Figures | Metrics, mean: Mean) -> Point:
+        """One evaluation of θ, whose figures these are."""
+        return Point(
+            global_steps=global_steps,
+            epoch=self.plan.epoch(global_steps),
+            seconds=seconds,
+            loss=figures.loss,
+            accuracy=figures.accuracy,
+            consensus=mean.consensus,
+        )
 
     def site(self, number: int) -> Site:
         """The site of learner `number`, with its own records alone."""

@@ -151,20 +151,10 @@ class Supervisor:
 
     @property
     def status(self) -> RunStatus:
-        plan = self.setup.plan
-        return RunStatus(
-            task=plan.config.task,
-            algorithm=plan.config.algorithm,
-            clock="real",
-            seconds=self.seconds,
-            global_steps=self.global_steps,
-            target_steps=plan.target_steps,
-            epoch=plan.epoch(self.global_steps),
-            epochs=plan.config.epochs,
-            learners=tuple(map(self._learner_status, self.seats)),
-            curve=tuple(self.curve),
-            notes=tuple(self.notes),
-        )
+        return RunStatus.of(
+            self.setup.plan, self.global_steps, self.seconds, map(self._learner_status, self.seats),
+            clock="real", curve=self.curve, notes=self.notes,
+        )  # fmt: skip
 
     def _learner_status(self, seat: Seat) -> LearnerStatus:
         status, spending = seat.total_status, self._spending

@@ -282,8 +282,7 @@ class Worker:
             (0.0 if measured else self.config.evaluate_every, self.background.evaluate),
             (self.config.checkpoint_every, self.background.checkpoint),
         ):
-            steps = every * self.plan.steps_per_epoch
-            if steps and before // steps != total // steps:
+            if self.plan.passed(every, before, total):
                 act()
 
     def report(self) -> tuple[LearnerStatus, int]:
