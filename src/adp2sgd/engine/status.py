@@ -6,11 +6,12 @@ neither type ever leaves it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Self
 
 from adp2sgd.exchange.protocol import Tally
-from adp2sgd.run_folder import Point
+from adp2sgd.run_folder import Measured, Point
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Counters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerStatus:
+class LearnerStatus(Measured):
     """`state`: starting, ready, training, averaging (its budget is spent), finished, ended, restarting, lost …"""
 
     learner: int
@@ -79,8 +80,7 @@ class LearnerStatus:
     restarts: int = 0
     counters: Counters = field(default_factory=Counters)
     rate: float = 0.0  # steps per second
-    loss: float | None = None  # of its own model, on held-out records
-    accuracy: float | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of its own model, on held-out records
     drawn: int | None = None  # private steps that count as spent
     epsilon_spent: float | None = None
     epsilon: float | None = None  # at the cap

@@ -35,7 +35,8 @@ from adp2sgd.exchange.shared import Post, SharedCarrier, make_mail
 from adp2sgd.exchange.slots import SLOTS, Layout
 from adp2sgd.progress import Count, Key
 from adp2sgd.run_folder import Folder, Point, Run, read_result
-from adp2sgd.task import Task, cross_entropy, resolve
+from adp2sgd.task import Task, cross_entropy
+from adp2sgd.tasks import resolve
 from conftest import adp2sgd, make_learner
 
 SLEEPY = Config(
@@ -196,7 +197,7 @@ def test_private_learners_show_their_weights_alone(algorithm: str, tmp_path: Pat
     assert run.accuracy is not None
     assert run.accuracy > 0.85
     assert run.curve[-2].accuracy == pytest.approx(run.accuracy, abs=0.1)
-    assert run.guarantee["epsilon"] > 0
+    assert run.guarantee.epsilon > 0
 
 
 @pytest.mark.processes
@@ -296,7 +297,7 @@ def test_spent_budgets_end_the_run_and_the_learners_go_on_averaging_until_then(t
         assert each.steps == each.max_steps
         assert each.epsilon_spent == pytest.approx(each.epsilon)
         assert each.epsilon <= 1.0
-    assert run.guarantee["epsilon"] <= 1.0
+    assert run.guarantee.epsilon <= 1.0
 
 
 def breaking_blobs() -> Task:
