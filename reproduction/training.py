@@ -300,8 +300,8 @@ def recomputed(setup: Setup, theta: Tensor, augment: Augment | None = None) -> F
             layer.reset_running_stats()
             layer.momentum = None  # the plain mean over all batches
     model.module.train()
-    for inputs in setup.task.train.inputs.split(setup.plan.config.batch_size):
-        if len(inputs) > 1:
-            batch = setup.task.prepare(inputs.to(model.device))
+    for rows in torch.arange(len(setup.task.train)).split(setup.plan.config.batch_size):
+        if len(rows) > 1:
+            batch = setup.task.prepare(setup.task.train.read(rows)[0].to(model.device))
             model.module(laid_out(batch if augment is None else augment(batch, generator)))
     return evaluate(model, setup.task, torch.cat([model.weights, model.buffers]))

@@ -203,7 +203,7 @@ def test_the_example_of_an_own_task_learns(tmp_path: Path) -> None:
     changes = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     done = adp2sgd("simulate", *changes, "--out", str(tmp_path / "run"), "--json", "--quiet", cwd=ROOT / "examples")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["accuracy"] > 0.9
+    assert json.loads(done.stdout)["metrics"]["accuracy"] > 0.9
 
 
 # --- the named experiments ----------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def _plain(inputs: Inputs) -> Any:
     def plain(part: Tensor) -> Any:
         return part.contiguous().reshape(-1).view(torch.uint8).numpy(), part.dtype, tuple(part.shape)
 
-    return tree.each(plain, inputs)  # type: ignore[arg-type]
+    return tree.each(plain, inputs)
 
 
 def _tensors(plain: Any) -> Inputs:

@@ -13,6 +13,7 @@ from torch import Tensor
 from adp2sgd import tree
 from adp2sgd.config import Config
 from adp2sgd.data import shards
+from adp2sgd.data.indexed import DatasetRecords
 from adp2sgd.device import AUTOCAST
 from adp2sgd.engine.compute import Compute, build_model, pick_device
 from adp2sgd.engine.evaluate import HeldOut
@@ -67,11 +68,19 @@ def prepare(config: Config, task: Task | None = None, seed: int | None = None, *
     what does not fit."""
     device = pick_device(config.device)
     task = task or resolve(config.task, config.options, private=config.privacy.mode == "private")
+    task = _with_workers(task, config.data.workers)
     plan = make_plan(config, total_samples=len(task.train), seed=seed)
     rows = shards.split(task.train, config.data, config.learners, plan.seed)
     compute = Compute(plan, task, device, largest_shard=max(map(len, rows)))
     notes = validate(plan, task, compute.model, [len(shard) for shard in rows], resumed=resumed)
     return Setup(plan, task, rows, compute, tuple(notes))
+
+
+def _with_workers(task: Task, workers: int) -> Task:
+    """Datasets that are read by index get readers of their own, which end with the run."""
+    parts = {"train": task.train, "test": task.test}
+    read = {name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)}
+    return replace(task, **read) if read else task
 
 
 @contextmanager

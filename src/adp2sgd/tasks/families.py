@@ -16,6 +16,7 @@ from adp2sgd.data.augment import crop_and_flip
 from adp2sgd.data.folder import Source
 from adp2sgd.data.records import Records
 from adp2sgd.errors import ConfigError
+from adp2sgd.losses import cross_entropy
 from adp2sgd.task import Task
 from adp2sgd.tasks.options import builder, check_model, converted
 
@@ -74,6 +75,8 @@ def from_files(
         model=builder(name, model, {model: _shape(model, source)}, options),
         train=_spread(source.train if only is None else _one_site(source.train, only), limit),
         test=_spread(source.test, limit),
+        loss=source.loss or cross_entropy,
+        metrics=source.metrics,
         prepare=source.prepare,
         augment=crop_and_flip if (family.augment if augment is None else augment) else None,
         fitted=source.fitted,
