@@ -8,7 +8,7 @@ from torch import Tensor
 from adp2sgd import tree
 from adp2sgd.data.batches import Batch, Batches
 from adp2sgd.data.feed import feed
-from adp2sgd.data.records import Records
+from adp2sgd.data.records import RecordSet
 from adp2sgd.randomness.streams import Streams
 from adp2sgd.task import Task
 
@@ -17,7 +17,14 @@ class Sampler:
     """Draws the rows of a batch, then gives their records: prepared, repeated `copies` times, augmented."""
 
     def __init__(
-        self, task: Task, records: Records, batches: Batches, streams: Streams, device: torch.device, *, copies: int = 1
+        self,
+        task: Task,
+        records: RecordSet,
+        batches: Batches,
+        streams: Streams,
+        device: torch.device,
+        *,
+        copies: int = 1,
     ) -> None:
         """`copies`: rows that a batch holds of each record, augmented independently."""
         self.task = task
@@ -28,7 +35,7 @@ class Sampler:
         self._device = device
         self._copies = copies
         self._step = 0
-        self._blank = tree.take(records.inputs, slice(0)), records.targets[:0].clone()  # shapes and types
+        self._blank = records.blank()
 
     def draw(self, step: int) -> Tensor:
         """Choose the batch of the learner's own step number `step`; returns its rows."""

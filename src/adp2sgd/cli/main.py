@@ -187,9 +187,9 @@ def explain(
     from dataclasses import asdict
 
     from adp2sgd.cli import view
-    from adp2sgd.config import Config, load, naming
+    from adp2sgd.config import Config, load_config, naming
 
-    chosen = naming((Config() if config is None else load(config)).with_settings(settings), trust)
+    chosen = naming((Config() if config is None else load_config(config)).with_settings(settings), trust)
     with view.waiting(f"building {chosen.task}"):
         from adp2sgd.engine.setup import explain_gradients
 
@@ -205,13 +205,13 @@ def _chosen(
     config: Path | None, settings: list[str], out: Path | None, resume: Path | None, trust: str | None
 ) -> tuple[Any, Path]:
     """The configuration of a new run or of the one that goes on, and its folder."""
-    from adp2sgd.config import Config, load, naming
+    from adp2sgd.config import Config, load_config, naming
     from adp2sgd.run_folder import Folder
 
     if out is not None and not str(out).strip(". "):
         raise ConfigError(f"--out {str(out)!r} is no folder for a run; give a name such as runs/first")
     if resume is None:
-        chosen = naming((Config() if config is None else load(config)).with_settings(settings), trust)
+        chosen = naming((Config() if config is None else load_config(config)).with_settings(settings), trust)
         return chosen, out or _run_folder(chosen.task, chosen.algorithm)
     if config is not None or settings or out is not None:
         raise ConfigError("--resume goes on with the run's own configuration; remove the other arguments")

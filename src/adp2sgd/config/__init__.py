@@ -8,8 +8,8 @@ from adp2sgd.config.run import (
     FromFile,
     difference,
     from_dict,
-    load,
-    loads,
+    load_config,
+    loads_config,
     naming,
 )
 from adp2sgd.config.sections import PARTNERS, Data, Network, Speeds, Topology
@@ -28,7 +28,7 @@ __all__ = [
     "Warmup",
     "difference",
     "from_dict",
-    "load",
-    "loads",
+    "load_config",
+    "loads_config",
     "naming",
 ]

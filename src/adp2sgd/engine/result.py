@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.setup import Setup
 from adp2sgd.engine.status import Counters
 from adp2sgd.privacy.budget import Budget
-from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL
+from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL, Guarantee
 from adp2sgd.run_folder import Folder, LearnerResult, Point, Run, versions
 
 NO_GUARANTEE = {
@@ -54,8 +54,8 @@ def finish(
     return Run(
         task=config.task,
         algorithm=config.algorithm,
-        accuracy=last.accuracy,
-        loss=last.loss,
+        metrics=last.metrics,
+        monitor=setup.task.monitor,
         seconds=last.seconds,
         clock=clock,
         global_steps=last.global_steps,
@@ -89,8 +89,7 @@ def learner_result(
     return LearnerResult(
         learner=learner,
         share=counters.steps / max(1, global_steps),
-        loss=figures.loss,
-        accuracy=figures.accuracy,
+        metrics=figures,
         clip_norm=clip_norm,
         **counts,
         **(budget.figures() if budget is not None else {}),
@@ -114,20 +113,21 @@ def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
     ]
 
 
-def _guarantee(learners: Sequence[Accounted]) -> Any:
+def _guarantee(learners: Sequence[Accounted]) -> Guarantee | None:
     """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
     spent, and the largest that was."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
     if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
-        return "none"
+        return None
     most = max(found, key=lambda each: each.epsilon_spent)
     weakest = max(found, key=lambda each: each.epsilon)
-    told = {name: getattr(most, name) for name in ("epsilon_spent", "epsilon_others", "steps", "max_steps")}
+    told: dict[str, Any] = {
+        name: getattr(most, name) for name in ("epsilon_spent", "epsilon_others", "steps", "max_steps")
+    }
     alone = max(each.epsilon_alone or 0.0 for each in found)
     threat = min((each.threat_model for each in found), key=_covers_time)
-    weakest = replace(weakest, **told, epsilon_alone=alone, threat_model=threat)
-    valid_if = "no record lies at two learners"
-    return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}
+    told |= {"epsilon_alone": alone, "threat_model": threat, "valid_if": "no record lies at two learners"}
+    return replace(weakest, **told)
 
 
 def _covers_time(threat_model: str) -> bool:
@@ -141,7 +141,7 @@ def _why_none(config: Config, learners: Sequence[Accounted]) -> str | None:
     return "a learner's ledger cannot be read, so what it spent is unknown; see the notes" if unknown else None
 
 
-def _by_site(setup: Setup, theta: Tensor) -> dict[str, dict[str, float | int | None]]:
+def _by_site(setup: Setup, theta: Tensor) -> dict[str, dict[str, Any]]:
     sites, names = setup.task.test.sites, setup.task.test.site_names
     if sites is None:
         return {}
@@ -149,8 +149,7 @@ def _by_site(setup: Setup, theta: Tensor) -> dict[str, dict[str, float | int | N
     for number, name in enumerate(names):
         rows = torch.nonzero(sites == number).flatten()
         if len(rows):
-            metrics = setup.held_out.figures(theta, rows)
-            figures[name] = {"accuracy": metrics.accuracy, "loss": metrics.loss, "records": len(rows)}
+            figures[name] = {**setup.held_out.figures(theta, rows), "records": len(rows)}
     return figures
 
 

@@ -25,7 +25,7 @@ from adp2sgd.engine.simulation.simulate import Simulation
 from adp2sgd.engine.status import RunStatus
 from adp2sgd.errors import ConfigError, DivergedError, InterruptedRunError, RunError
 from adp2sgd.run_folder import Folder, read_result
-from adp2sgd.task import resolve
+from adp2sgd.tasks import resolve
 from conftest import adp2sgd
 
 
@@ -62,7 +62,7 @@ def test_one_seed_one_result(algorithm: str, tmp_path: Path) -> None:
     simulate(settings.replace(seed=4), tmp_path / "other")
     assert comparable(tmp_path / "first") == comparable(tmp_path / "second")
     assert logs(tmp_path / "first") == logs(tmp_path / "second")
-    assert comparable(tmp_path / "first")["loss"] != comparable(tmp_path / "other")["loss"]
+    assert comparable(tmp_path / "first")["metrics"] != comparable(tmp_path / "other")["metrics"]
 
 
 @pytest.mark.parametrize("algorithm", config.ALGORITHMS)

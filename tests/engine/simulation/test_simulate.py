@@ -20,7 +20,7 @@ from adp2sgd.engine.simulation.simulate import Asynchronous
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
 from adp2sgd.exchange.protocol import Exchange, Message
 from adp2sgd.run_folder import Folder, read_result
-from adp2sgd.task import resolve
+from adp2sgd.tasks import resolve
 from conftest import make_learner
 
 

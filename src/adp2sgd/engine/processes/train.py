@@ -28,6 +28,8 @@ from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.randomness.streams import Streams
 from adp2sgd.run_folder import Folder, LearnerResult, Run
+from adp2sgd.task import Task
+from adp2sgd.tasks import named
 
 MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 
@@ -44,12 +46,15 @@ def train(
     config: Config,
     folder: str | Path | None = None,
     *,
+    task: Task | None = None,
     resume: bool = False,
     exchange: bool = True,
     on_status: Callable[[RunStatus], None] | None = None,
     patience: Patience | None = None,
 ) -> Run:
     """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
+
+    `task` is the task itself, instead of the one that `config.task` names.
 
     `resume` goes on from the learners' last checkpoints, with their own ledgers and fresh noise. Without `exchange`
     the learners never meet: what benchmarks compare with.
@@ -59,14 +64,16 @@ def train(
         raise ConfigError(f"learners = {config.learners} is too many for train ({MOST_LEARNERS} at most); use simulate")
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
-            run = train(config, Path(scratch) / "run", exchange=exchange, on_status=on_status, patience=patience)
-            return replace(run, folder=None)
+            given: dict[str, Any] = {"exchange": exchange, "on_status": on_status, "patience": patience}
+            return replace(train(config, Path(scratch) / "run", task=task, **given), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
-        return _train(config, folder, resume, exchange, callback(on_status or (lambda _: None)), patience)
+        on_status = callback(on_status or (lambda _: None))
+        return _train(named(config, task), task, folder, resume, exchange, on_status, patience)
 
 
 def _train(
     config: Config,
+    task: Task | None,
     folder: str | Path,
     resume: bool,
     exchange: bool,
@@ -74,7 +81,9 @@ def _train(
     patience: Patience | None,
 ) -> Run:
     kept = _read_session(Folder.open(folder)) if resume else {}
-    setup = prepare(config, kept.get("seed"), resumed=resume)  # before the folder: a wrong task leaves nothing behind
+    setup = prepare(
+        config, task, kept.get("seed"), resumed=resume
+    )  # before the folder: a wrong task leaves nothing behind
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     with home.held():
         if resume:
@@ -177,7 +186,7 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
     if state is None:
         saved = learner_checkpoint.load(home, seat.learner)
         state = saved.state if saved is not None and saved.tensors else None
-    metrics = Figures() if state is None else setup.held_out.figures(state.to(setup.compute.device))
+    metrics: Figures = {} if state is None else setup.held_out.figures(state.to(setup.compute.device))
     totals = replace(totals, steps=supervisor.steps(seat), halves=totals.halves + seat.died)
     found = learner_result(
         seat.learner, totals, metrics, account.budget,

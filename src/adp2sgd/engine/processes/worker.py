@@ -288,7 +288,6 @@ class Worker:
     def report(self) -> tuple[LearnerStatus, int]:
         """What the supervisor hears five times a second."""
         learner, background = self.learner, self.background
-        metrics = background.metrics
         notes = (*self.notes, *filter(None, (background.trouble, REFUSED if learner.progress.refused else None)))
         status = LearnerStatus(
             learner=self.place.learner,
@@ -298,8 +297,7 @@ class Worker:
             pid=os.getpid(),
             counters=Counters.of(learner.steps, self.staleness, self.exchange.tally),
             rate=self._rate(),
-            loss=None if metrics is None else metrics.loss,
-            accuracy=None if metrics is None else metrics.accuracy,
+            metrics=background.metrics,
             drawn=None if learner.budget is None else learner.budget.steps,
             clip_norm=learner.clip_norm,
             notes=notes,
