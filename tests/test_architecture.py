@@ -25,6 +25,7 @@ LAYERS = {
     "files": 3,
     "flat": 3,
     "progress": 3,
+    "identity": 4,
     "randomness": 4,
     "privacy": 5,
     "theory": 6,
