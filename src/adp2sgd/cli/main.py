@@ -14,6 +14,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from adp2sgd.cli.certs import certs
 from adp2sgd.cli.privacy import Json, privacy
 from adp2sgd.errors import Adp2sgdError, ConfigError
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(privacy, name="privacy")
+app.add_typer(certs, name="certs")
 
 INTERRUPTED = 130
 Settings = Annotated[

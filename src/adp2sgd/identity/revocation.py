@@ -66,7 +66,8 @@ class Revoked:
     def warning(self, now: datetime | None = None) -> str | None:
         now = now or datetime.now(UTC)
         if self.next_update is not None and now > self.next_update:
-            return f"the list of revoked certificates, number {self.number}, was due for renewal on {day(self.next_update)}"
+            due = day(self.next_update)
+            return f"the list of revoked certificates (number {self.number}) was due on {due}; get a newer one"
         return None
 
 

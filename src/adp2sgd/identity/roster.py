@@ -1,4 +1,4 @@
-"""The roster: who may take part, at which addresses, certified by whom. Numbered and signed by the consortium's authority.
+"""The roster: who may take part, at which addresses, certified by whom. Signed and numbered by the authority.
 
 The signature covers the content, not the layout of the file. Of two rosters the one with the higher number counts, so
 a replaced site changes nothing at the others. A site's place in the list is its number in the run's graph.
@@ -145,7 +145,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def split_address(address: str, key: str = "address") -> tuple[str, int]:
-    """"host:port" or "[v6]:port" as host and port."""
+    """ "host:port" or "[v6]:port" as host and port."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) >= 1 << 16:
