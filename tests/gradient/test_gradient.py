@@ -1,4 +1,4 @@
-"""Per-record gradients: every engine against a loop in float64, rule by rule and model by model."""
+"""Per-record gradients: every clipper against a loop in float64, rule by rule and model by model."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ def squared(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.flatten(1).sin() * targets[:, None]).sum(1) + outputs.flatten(1).square().mean(1)
 
 
-def check(module: nn.Module, inputs: Tensor, *, copies: int = 1, clip: float = 1.0, engine: type = BookKeeping) -> None:
-    """In float64 the engine equals the loop to rounding; in float32 it equals the float64 loop to 1e-5.
+def check(
+    module: nn.Module, inputs: Tensor, *, copies: int = 1, clip: float = 1.0, clipper: type = BookKeeping
+) -> None:
+    """In float64 the clipper equals the loop to rounding; in float32 it equals the float64 loop to 1e-5.
 
     Clipped float32 sums may be smaller by more: the clip factor allows for rounding where a record's terms cancel.
     """
@@ -70,12 +72,12 @@ def check(module: nn.Module, inputs: Tensor, *, copies: int = 1, clip: float = 1
             parameter.add_(0.1 * torch.randn_like(parameter))
     targets = torch.randn(len(inputs) // copies).repeat_interleave(copies)
     single, narrow = FlatModel(module.float()), _like(inputs, torch.float32)
-    found = engine(single, squared, copies=copies).clipped_sum(narrow, targets, math.inf)
-    clipped = engine(single, squared, copies=copies).clipped_sum(narrow, targets, clip)
+    found = clipper(single, squared, copies=copies).clipped_sum(narrow, targets, math.inf)
+    clipped = clipper(single, squared, copies=copies).clipped_sum(narrow, targets, clip)
     double, wide = FlatModel(module.double()), _like(inputs, torch.float64)
     for limit, single_sum, tolerance in ((math.inf, found.total, 1e-5), (clip, clipped.total, 1e-4)):
         expected = Loop(double, squared, copies=copies).clipped_sum(wide, targets.double(), limit)
-        exact = engine(double, squared, copies=copies).clipped_sum(wide, targets.double(), limit)
+        exact = clipper(double, squared, copies=copies).clipped_sum(wide, targets.double(), limit)
         assert close(exact.total, expected.total, 1e-9)
         assert close(exact.norms, expected.norms, 1e-9)
         assert close(single_sum, expected.total, tolerance)
@@ -214,8 +216,8 @@ def test_what_is_lost_below_the_smallest_numbers_is_allowed_for(first, last, sum
         if top:
             network[4].weight[0] = torch.tensor([1.0, 3.0]) * 2**40
     inputs = torch.ones(1, 1) if sum_of == 1 else torch.tensor([[[-0.75], [0.25]]])
-    engine = BookKeeping(model, cross_entropy, autocast=torch.bfloat16)
-    share = engine.clipped_sum(inputs, torch.ones(1, dtype=torch.long), 1.0)
+    clipper = BookKeeping(model, cross_entropy, autocast=torch.bfloat16)
+    share = clipper.clipped_sum(inputs, torch.ones(1, dtype=torch.long), 1.0)
     assert share.norms[0] > 1
     assert torch.linalg.vector_norm(share.total.double()) <= 1 + 1e-6
 
@@ -232,8 +234,8 @@ def test_what_is_lost_in_a_convolution_is_allowed_for(monkeypatch):
         model.weights.zero_()
         network[0].weight.fill_(0.98 * 2**127)
         network[3].weight[0] = 2.0**-114
-    engine = BookKeeping(model, cross_entropy, autocast=torch.bfloat16)
-    share = engine.clipped_sum(torch.ones(1, 1, 1, 1), torch.ones(1, dtype=torch.long), 1.0)
+    clipper = BookKeeping(model, cross_entropy, autocast=torch.bfloat16)
+    share = clipper.clipped_sum(torch.ones(1, 1, 1, 1), torch.ones(1, dtype=torch.long), 1.0)
     assert share.norms[0] > 1
     assert torch.linalg.vector_norm(share.total.double()) <= 1 + 1e-6
 
@@ -257,14 +259,14 @@ def test_a_share_below_float32s_numbers_is_not_rounded_up(kind, monkeypatch):
         monkeypatch.setattr(rules, "most_kept", lambda device: 0)
     network = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), last)
     model = FlatModel(network)
-    engine = BookKeeping(model, cross_entropy)
+    clipper = BookKeeping(model, cross_entropy)
     for large in torch.logspace(36, 38.4, 200, dtype=torch.float64):
         with torch.no_grad():
             model.weights.zero_()
             first.bias.fill_(float(large))
             second.bias.fill_(1e-3)
             last.weight[0] = steep
-        share = engine.clipped_sum(inputs, torch.zeros(1, dtype=torch.long), clip_norm)
+        share = clipper.clipped_sum(inputs, torch.zeros(1, dtype=torch.long), clip_norm)
         assert share.norms[0] > clip_norm
         assert torch.linalg.vector_norm(share.total.double()) <= clip_norm * (1 + 1e-6)
 
@@ -412,10 +414,10 @@ def test_rows_folded_into_the_batch_and_frozen_parameters():
     check(module, torch.randn(4, 3, 2, 6, 5))
 
 
-@pytest.mark.parametrize("engine", [Functional, Automatic])
-def test_other_engines(engine):
-    check(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6, 4), copies=2, engine=engine)
-    check(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(1, 4), engine=engine)
+@pytest.mark.parametrize("clipper", [Functional, Automatic])
+def test_other_clippers(clipper):
+    check(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6, 4), copies=2, clipper=clipper)
+    check(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(1, 4), clipper=clipper)
 
 
 # --- Whole models ---
@@ -454,10 +456,10 @@ class Pinned(TorchFunctionMode):
 def test_models_of_the_paper(name):
     """In float64 to 1e-9; in float32 to 1e-5 of the float64 loop in which every ReLU and pooling chooses as it did."""
     module, inputs, targets = MODELS[name](norm="group").eval(), torch.randn(2, 3, 32, 32), torch.tensor([3, 7])
-    pinned, engine = Pinned(), BookKeeping(FlatModel(module), cross_entropy)
-    engine.clipped_sum(inputs, targets, math.inf)  # the first call proves the model, in passes of its own
+    pinned, clipper = Pinned(), BookKeeping(FlatModel(module), cross_entropy)
+    clipper.clipped_sum(inputs, targets, math.inf)  # the first call proves the model, in passes of its own
     with pinned:
-        single = engine.clipped_sum(inputs, targets, math.inf)
+        single = clipper.clipped_sum(inputs, targets, math.inf)
     model, inputs = FlatModel(module.double()), inputs.double()
     loop = Loop(model, cross_entropy)
     alone = []
@@ -499,14 +501,14 @@ def small() -> nn.Module:
     )
 
 
-ENGINES: dict[str, Callable[..., object]] = {"book-keeping": BookKeeping, "functional": Functional, "loop": Loop}
+CLIPPERS: dict[str, Callable[..., object]] = {"book-keeping": BookKeeping, "functional": Functional, "loop": Loop}
 
 
-@pytest.mark.parametrize("engine", ["auto", "book-keeping", "functional", "loop"])
-def test_contract(engine):
+@pytest.mark.parametrize("clipper", ["auto", "book-keeping", "functional", "loop"])
+def test_contract(clipper):
     model = FlatModel(small())
     model.grad.fill_(7.0)
-    taken = build(model, cross_entropy, engine=engine)
+    taken = build(model, cross_entropy, clipper=clipper)
     inputs, targets = torch.randn(5, 1, 4, 4), torch.randint(0, 3, (5,))
     empty = taken.clipped_sum(inputs[:0], targets[:0], 1.0)
     assert empty.total.abs().sum() == 0
@@ -518,11 +520,11 @@ def test_contract(engine):
     assert all(p.requires_grad for p in model.module.parameters())
 
 
-@pytest.mark.parametrize("engine", ["auto", "book-keeping", "functional", "loop"])
+@pytest.mark.parametrize("clipper", ["auto", "book-keeping", "functional", "loop"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-def test_a_record_without_finite_gradient_contributes_nothing(engine, bad):
+def test_a_record_without_finite_gradient_contributes_nothing(clipper, bad):
     model = FlatModel(small())
-    taken = build(model, cross_entropy, engine=engine)
+    taken = build(model, cross_entropy, clipper=clipper)
     inputs, targets = torch.randn(5, 1, 4, 4), torch.randint(0, 3, (5,))
     good = torch.tensor([0, 1, 3])
     expected = taken.clipped_sum(inputs[good], targets[good], 0.5)
@@ -540,11 +542,11 @@ def test_a_record_without_finite_gradient_contributes_nothing(engine, bad):
 def test_no_record_moves_the_sum_by_more_than_the_clip_norm(seed, clip, autocast):
     torch.manual_seed(seed)
     model = FlatModel(small())
-    engine = BookKeeping(model, cross_entropy, autocast=autocast)
+    clipper = BookKeeping(model, cross_entropy, autocast=autocast)
     inputs, targets = 10 * torch.randn(1, 1, 4, 4), torch.randint(0, 3, (1,))
-    alone = engine.clipped_sum(inputs, targets, clip)
+    alone = clipper.clipped_sum(inputs, targets, clip)
     assert torch.linalg.vector_norm(alone.total.double()) <= clip * (1 + 1e-6)
-    whole = engine.clipped_sum(inputs, targets, float("inf"))
+    whole = clipper.clipped_sum(inputs, targets, float("inf"))
     # Also under bfloat16 the norm is of the values that are summed.
     assert close(torch.linalg.vector_norm(whole.total.double())[None], whole.norms, 1e-5)
 
@@ -631,11 +633,11 @@ class Attacked(nn.Module):
         )
 
 
-def share(engine: BookKeeping, record: Tensor, target: Tensor, others: Tensor) -> float:
+def share(clipper: BookKeeping, record: Tensor, target: Tensor, others: Tensor) -> float:
     """By how much one record moves the sum, clipped to 1."""
     targets = torch.cat([target.expand(len(others), *target.shape[1:]), target])
-    both = engine.clipped_sum(torch.cat([others, record]), targets, 1.0).total.double()
-    return float(torch.linalg.vector_norm(both - engine.clipped_sum(others, targets[:-1], 1.0).total.double()))
+    both = clipper.clipped_sum(torch.cat([others, record]), targets, 1.0).total.double()
+    return float(torch.linalg.vector_norm(both - clipper.clipped_sum(others, targets[:-1], 1.0).total.double()))
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
@@ -656,17 +658,17 @@ def test_cancelling_positions_do_not_hide_a_gradient(kind, tf32, device, monkeyp
         monkeypatch.setattr(rounding, "_tensor_float", lambda kind: True)
         torch.set_float32_matmul_precision("high")
     module = Attacked(kind)
-    engine = BookKeeping(FlatModel(module, device), cross_entropy)
+    clipper = BookKeeping(FlatModel(module, device), cross_entropy)
     for size, left in [(1e2, 1e-3), (1e3, 0.1), (1e4, 1.0), (1e6, 10.0), (1e6, 100.0), (1e8, 1e4)]:
         record = module.arm(size, left).to(device)
         others = record.roll(1, 1) if record.dim() == 2 else record + torch.randn(2, *record.shape[1:], device=device)
         for label in range(3):
-            assert share(engine, record, torch.tensor([label], device=device), others) <= 1 + 1e-6
+            assert share(clipper, record, torch.tensor([label], device=device), others) <= 1 + 1e-6
 
 
 def test_cancelling_steps_of_an_lstm_do_not_hide_a_gradient():
     module = MODELS["lstm"](inputs=20, classes=320, hidden=32, layers=1, projection=64)
-    engine = BookKeeping(FlatModel(module), cross_entropy)
+    clipper = BookKeeping(FlatModel(module), cross_entropy)
     labels = torch.tensor([[0, 1, 2] * 7])
     for size, left in [(1e2, 1e-3), (1e3, 1e-3), (1e3, 1e-4), (1e4, 1e-4), (1e6, 1e-4), (1e6, 3e-5)]:
         for _ in range(4):
@@ -678,7 +680,7 @@ def test_cancelling_steps_of_an_lstm_do_not_hide_a_gradient():
                 module[2].weight[:3] = size * torch.randn(3, 64)
                 module[2].bias.fill_(-200.0)
                 module[2].bias[:3] = torch.tensor([left, 0.0, 0.0])
-            assert share(engine, torch.randn(1, 21, 20), labels, torch.randn(1, 21, 20)) <= 1 + 1e-6
+            assert share(clipper, torch.randn(1, 21, 20), labels, torch.randn(1, 21, 20)) <= 1 + 1e-6
 
 
 @settings(max_examples=40)
@@ -691,8 +693,8 @@ def test_badly_scaled_weights_and_records(seed, spread, kind):
             parameter.mul_(10 ** (spread * torch.randn_like(parameter)).clamp(-9, 9))
     shape = {"linear": (4, 64), "convolution": (64, 4, 4)}.get(kind, (4,))
     rows = torch.randint(0, 10, (3, 4)) if kind == "tied" else torch.randn(3, *shape) * 10 ** torch.randn(3, *shape)
-    engine = BookKeeping(FlatModel(module), cross_entropy)
-    moved = share(engine, rows[:1], torch.tensor([3]), rows[1:])
+    clipper = BookKeeping(FlatModel(module), cross_entropy)
+    moved = share(clipper, rows[:1], torch.tensor([3]), rows[1:])
     assert moved <= 1 + 1e-6
 
 
@@ -721,20 +723,20 @@ class Gain(nn.Module):
 
 def test_norms_of_long_gradients_and_sums_of_many_records():
     """A float32 sum of 600,000 equal squares is 2e-4 too small. Many records are added in float64 and rounded once."""
-    engine = BookKeeping(FlatModel(Gain()), lambda outputs, targets: outputs[:, 0])
-    assert share(engine, torch.full((1, 600_000), 0.3), torch.zeros(1), torch.zeros(0, 600_000)) <= 1 + 1e-6
-    engine = BookKeeping(FlatModel(nn.Linear(50, 10)), cross_entropy)
+    clipper = BookKeeping(FlatModel(Gain()), lambda outputs, targets: outputs[:, 0])
+    assert share(clipper, torch.full((1, 600_000), 0.3), torch.zeros(1), torch.zeros(0, 600_000)) <= 1 + 1e-6
+    clipper = BookKeeping(FlatModel(nn.Linear(50, 10)), cross_entropy)
     rows, labels = 3 * torch.randn(1, 50) + 0.01 * torch.randn(32_768, 50), torch.zeros(32_768, dtype=torch.long)
-    parts = [engine.clipped_sum(x, labels[:64], 1.0).total.double() for x in rows.split(64)]
-    assert close(engine.clipped_sum(rows, labels, 1.0).total, torch.stack(parts).sum(0), 1e-7)
+    parts = [clipper.clipped_sum(x, labels[:64], 1.0).total.double() for x in rows.split(64)]
+    assert close(clipper.clipped_sum(rows, labels, 1.0).total, torch.stack(parts).sum(0), 1e-7)
 
 
 def test_the_choice_does_not_read_the_records():
     model = FlatModel(small())
     for rows in (torch.full((2, 1, 4, 4), float("nan")), torch.zeros(0, 1, 4, 4), torch.randn(1, 1, 4, 4)):
-        engine = Automatic(model, cross_entropy)
-        engine.clipped_sum(rows, torch.zeros(len(rows), dtype=torch.long), 1.0)
-        assert engine.chosen is engine.bookkeeping
+        clipper = Automatic(model, cross_entropy)
+        clipper.clipped_sum(rows, torch.zeros(len(rows), dtype=torch.long), 1.0)
+        assert clipper.chosen is clipper.bookkeeping
 
 
 # --- What has no rule ---
@@ -767,14 +769,14 @@ class Mixed(nn.Module):
 )
 def test_fallback_is_exact_and_said_once(module, shape, taken):
     model = FlatModel(module)
-    engine = Automatic(model, squared)
+    clipper = Automatic(model, squared)
     inputs, targets = torch.randn(6, *shape), torch.randn(6)
     with pytest.warns(UserWarning, match="slower"):
-        found = engine.clipped_sum(inputs, targets, 0.5)
+        found = clipper.clipped_sum(inputs, targets, 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine.clipped_sum(inputs, targets, 0.5)
-    assert isinstance(engine.chosen, taken)
+        clipper.clipped_sum(inputs, targets, 0.5)
+    assert isinstance(clipper.chosen, taken)
     assert close(found.total, Loop(model, squared).clipped_sum(inputs, targets, 0.5).total, 1e-5)
 
 
@@ -799,16 +801,16 @@ class Slots(nn.Module):
 def test_a_parameter_spread_over_a_records_places_is_never_taken_for_records(slots, spread):
     """Whatever the batch's size: 30 places and 30, 15 or 10 records once were taken for one another."""
     model = FlatModel(Slots(slots, spread))
-    engine = Automatic(model, squared)
+    clipper = Automatic(model, squared)
     for records in (1, 2, 3, 4, 5, 6, 10, 12, 15, 30):
         inputs = torch.randn(records, slots, generator=torch.Generator().manual_seed(records)) * 10
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = engine.clipped_sum(inputs, torch.zeros(records), 0.5)
+            found = clipper.clipped_sum(inputs, torch.zeros(records), 0.5)
         expected = Loop(model, squared).clipped_sum(inputs, torch.zeros(records), 0.5)
         assert close(found.total, expected.total, 1e-5)
         assert torch.allclose(found.norms, expected.norms, rtol=1e-5)
-    assert (engine.chosen is engine.bookkeeping) == (spread == "token")
+    assert (clipper.chosen is clipper.bookkeeping) == (spread == "token")
 
 
 class TwoViews(nn.Module):
@@ -866,19 +868,19 @@ def test_rows_that_are_not_the_records_own_are_seen_by_the_check(module):
     """Removing a record moves the clipped sum by C at most, whatever the weights and values are by then."""
     torch.manual_seed(0)
     model = FlatModel(module.train())
-    engine = Automatic(model, cross_entropy)
+    clipper = Automatic(model, cross_entropy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine.settle(torch.rand(2, 6), torch.zeros(2, dtype=torch.long))
-    assert engine.chosen is not engine.bookkeeping
+        clipper.settle(torch.rand(2, 6), torch.zeros(2, dtype=torch.long))
+    assert clipper.chosen is not clipper.bookkeeping
     if isinstance(module, Small):
         model.named_views(model.weights)["gates"].fill_(1.5)
     inputs, targets = torch.randn(8, 6), torch.randint(3, (8,))
     inputs[1::2, 2:] = 0
-    whole = engine.clipped_sum(inputs, targets, 0.5).total
+    whole = clipper.clipped_sum(inputs, targets, 0.5).total
     for record in range(8):
         rest = torch.arange(8) != record
-        moved = torch.linalg.vector_norm(whole - engine.clipped_sum(inputs[rest], targets[rest], 0.5).total)
+        moved = torch.linalg.vector_norm(whole - clipper.clipped_sum(inputs[rest], targets[rest], 0.5).total)
         assert float(moved) <= 0.5 * (1 + 1e-5)
 
 
@@ -891,18 +893,18 @@ def test_dropout_as_a_function_does_not_disturb_the_choice():
         def forward(self, x: Tensor) -> Tensor:
             return self.net(F.dropout(x, 0.5, self.training))
 
-    engine = Automatic(FlatModel(Dropping()), cross_entropy)
-    engine.settle(torch.rand(2, 6), torch.zeros(2, dtype=torch.long))
-    assert engine.chosen is engine.bookkeeping
+    clipper = Automatic(FlatModel(Dropping()), cross_entropy)
+    clipper.settle(torch.rand(2, 6), torch.zeros(2, dtype=torch.long))
+    assert clipper.chosen is clipper.bookkeeping
 
 
 def test_weights_that_let_no_gradient_through_check_nothing():
     model = FlatModel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
     model.named_views(model.weights)["0.bias"].fill_(-1e6)
-    engine = Automatic(model, cross_entropy)
+    clipper = Automatic(model, cross_entropy)
     with pytest.warns(UserWarning, match="no gradient"):
-        engine.settle(torch.randn(2, 4), torch.zeros(2, dtype=torch.long))
-    assert engine.chosen is engine.loop
+        clipper.settle(torch.randn(2, 4), torch.zeros(2, dtype=torch.long))
+    assert clipper.chosen is clipper.loop
 
 
 def test_book_keeping_names_what_it_cannot_do():
@@ -918,9 +920,9 @@ def test_batch_norm_is_refused():
 
 def test_dropout_differs_between_records_and_does_not_disturb_the_choice():
     model = FlatModel(nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 3)))
-    engine = Automatic(model, cross_entropy)
-    found = engine.clipped_sum(torch.ones(4, 64), torch.zeros(4, dtype=torch.long), 1.0)
-    assert engine.chosen is engine.bookkeeping
+    clipper = Automatic(model, cross_entropy)
+    found = clipper.clipped_sum(torch.ones(4, 64), torch.zeros(4, dtype=torch.long), 1.0)
+    assert clipper.chosen is clipper.bookkeeping
     assert model.module.training
     assert len(set(found.norms.tolist())) > 1
 
@@ -928,8 +930,8 @@ def test_dropout_differs_between_records_and_does_not_disturb_the_choice():
 def test_rounding_does_not_disturb_the_choice():
     """In float32 this model's loop and batch differ by 1e-3 and more, since rounding flips ReLUs."""
     model = FlatModel(MODELS["googlenet"](norm="group"))
-    engine = Automatic(model, cross_entropy)
-    assert engine.choose(torch.randn(2, 3, 32, 32), torch.tensor([3, 7])) is engine.bookkeeping
+    clipper = Automatic(model, cross_entropy)
+    assert clipper.choose(torch.randn(2, 3, 32, 32), torch.tensor([3, 7])) is clipper.bookkeeping
 
 
 def test_explain():
@@ -951,11 +953,11 @@ class Picky(nn.Linear):
 
 
 def test_a_model_that_fails_in_the_type_of_the_steps_is_found_before_them():
-    engine = build(FlatModel(Picky(3, 2)), cross_entropy, autocast=torch.bfloat16)
+    clipper = build(FlatModel(Picky(3, 2)), cross_entropy, autocast=torch.bfloat16)
     with pytest.warns(UserWarning, match="no half numbers here"):
-        engine.settle(torch.randn(0, 3), torch.zeros(0, dtype=torch.long))
-    assert engine.chosen is not engine.bookkeeping
-    assert engine.clipped_sum(torch.randn(3, 3), torch.zeros(3, dtype=torch.long), 1.0).total.any()
+        clipper.settle(torch.randn(0, 3), torch.zeros(0, dtype=torch.long))
+    assert clipper.chosen is not clipper.bookkeeping
+    assert clipper.clipped_sum(torch.randn(3, 3), torch.zeros(3, dtype=torch.long), 1.0).total.any()
 
 
 def test_explain_tells_of_the_type_of_the_steps():
@@ -965,19 +967,19 @@ def test_explain_tells_of_the_type_of_the_steps():
     assert [row.why for row in half] == ["no half numbers here"] * 2
 
 
-def test_unknown_engine_lists_the_known_ones():
+def test_unknown_clipper_lists_the_known_ones():
     with pytest.raises(ConfigError, match="book-keeping"):
-        build(FlatModel(small()), cross_entropy, engine="fast")
+        build(FlatModel(small()), cross_entropy, clipper="fast")
     with pytest.raises(ConfigError, match="copies"):
         build(FlatModel(small()), cross_entropy, copies=0)
 
 
 def test_what_is_held_counts_as_memory_of_a_record():
     module = nn.Conv2d(3, 40, 3)
-    engine = BookKeeping(FlatModel(module), lambda outputs, targets: outputs.flatten(1).sum(1) - targets)
-    recording = engine.record(torch.randn(4, 3, 9, 9), torch.zeros(4))
+    clipper = BookKeeping(FlatModel(module), lambda outputs, targets: outputs.flatten(1).sum(1) - targets)
+    tape = clipper.taped(torch.randn(4, 3, 9, 9), torch.zeros(4))
     layer = 4 * (3 * 9 * 9 + 40 * 7 * 7) * 4  # inputs and gradients of four records, in bytes
-    assert recording.held == layer + 4 * module.weight.numel() * 4 + 4 * module.bias.numel() * 4
+    assert tape.held == layer + 4 * module.weight.numel() * 4 + 4 * module.bias.numel() * 4
 
 
 def test_large_per_record_gradients_are_not_held():
@@ -1000,14 +1002,14 @@ def test_gpu_shares_in_bfloat16_do_not_depend_on_other_records(name, copies):
     """Passes have one size, so the same kernels take a record alone, among others and at another place."""
     options = {"size": 32, "channels": 3} if name == "cnn" else {}
     model = FlatModel(MODELS[name](norm="group", **options), "cuda")
-    engine = BookKeeping(model, cross_entropy, copies=copies, autocast=torch.bfloat16, expected=20)
+    clipper = BookKeeping(model, cross_entropy, copies=copies, autocast=torch.bfloat16, expected=20)
     inputs, targets = torch.randn(20 * copies, 3, 32, 32, device="cuda"), torch.arange(20, device="cuda") % 10
     targets = targets.repeat_interleave(copies)
-    whole = engine.clipped_sum(inputs, targets, 1.0)
+    whole = clipper.clipped_sum(inputs, targets, 1.0)
     total, norms = whole.total.double().clone(), whole.norms.clone()
     alone = torch.zeros_like(total)
     for i, (x, y) in enumerate(zip(inputs.split(copies), targets.split(copies), strict=True)):
-        share = engine.clipped_sum(x, y, 1.0)
+        share = clipper.clipped_sum(x, y, 1.0)
         assert share.norms[0] == norms[i]
         assert torch.linalg.vector_norm(share.total.double()) <= 1 + 1e-6
         alone += share.total
@@ -1049,9 +1051,9 @@ def test_gpu_group_norm_without_kernels(channels, monkeypatch):
     if channels == 64:
         monkeypatch.setattr(layers, "can_compile", lambda device: False)
     module = nn.Sequential(nn.Conv2d(3, channels, 3), nn.GroupNorm(4, channels), nn.ReLU(inplace=True), nn.Flatten())
-    engine = BookKeeping(FlatModel(module, "cuda"), squared, autocast=torch.bfloat16)
+    clipper = BookKeeping(FlatModel(module, "cuda"), squared, autocast=torch.bfloat16)
     inputs = torch.randn(5, 3, 6, 6, device="cuda")
-    assert torch.isfinite(engine.clipped_sum(inputs, torch.zeros(5, device="cuda"), 1.0).total).all()
+    assert torch.isfinite(clipper.clipped_sum(inputs, torch.zeros(5, device="cuda"), 1.0).total).all()
 
 
 @pytest.mark.gpu
@@ -1110,9 +1112,9 @@ def test_gpu_products_of_bfloat16_are_exact(copies, layout, portion, monkeypatch
 @NEEDS_GPU
 def test_gpu_lstm_is_not_left_to_the_loop():
     model = FlatModel(MODELS["lstm"](inputs=6, classes=9, hidden=8, projection=4), "cuda")
-    engine = Automatic(model, cross_entropy)
-    engine.clipped_sum(torch.randn(3, 5, 6, device="cuda"), torch.zeros(3, 5, dtype=torch.long, device="cuda"), 1.0)
-    assert engine.chosen is engine.bookkeeping
+    clipper = Automatic(model, cross_entropy)
+    clipper.clipped_sum(torch.randn(3, 5, 6, device="cuda"), torch.zeros(3, 5, dtype=torch.long, device="cuda"), 1.0)
+    assert clipper.chosen is clipper.bookkeeping
 
 
 @pytest.mark.gpu
@@ -1123,17 +1125,17 @@ def test_gpu_bfloat16_and_many_groups():
     whole = BookKeeping(model, cross_entropy).clipped_sum(inputs, targets, 1.0)
     pieces = BookKeeping(model, cross_entropy, piece=1000).clipped_sum(inputs, targets, 1.0)
     assert close(pieces.total.cpu(), whole.total.cpu(), 1e-3)
-    engine = BookKeeping(model, cross_entropy, autocast=torch.bfloat16)
+    clipper = BookKeeping(model, cross_entropy, autocast=torch.bfloat16)
     for i in range(20):
-        alone = engine.clipped_sum(inputs[i : i + 1], targets[i : i + 1], 0.1)
+        alone = clipper.clipped_sum(inputs[i : i + 1], targets[i : i + 1], 0.1)
         assert torch.linalg.vector_norm(alone.total.double()) <= 0.1 * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("engine", ["book-keeping", "functional", "loop"])
-def test_a_sum_of_many_records_is_not_rounded_before_the_noise(engine):
+@pytest.mark.parametrize("clipper", ["book-keeping", "functional", "loop"])
+def test_a_sum_of_many_records_is_not_rounded_before_the_noise(clipper):
     """One of 4,096 equal records moves the sum by its share to 1e-5 of the clip norm; in float32 it would be 1e-3."""
     model = FlatModel(nn.Linear(3, 2))
-    taken = build(model, cross_entropy, engine=engine)
+    taken = build(model, cross_entropy, clipper=clipper)
     inputs, targets = torch.full((4096, 3), 0.3), torch.zeros(4096, dtype=torch.long)
     more, less = (taken.clipped_sum(inputs[:n], targets[:n], 1e-2).total for n in (4096, 4095))
     assert more.dtype == torch.float64

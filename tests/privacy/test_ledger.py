@@ -487,7 +487,7 @@ def test_kills_at_random_instants_never_hide_a_step_nor_repeat_noise(kills, tmp_
         privacy=Privacy(mode="private", noise_multiplier=2.0, delta=1e-4),
     )
     setup, instants = prepare(settings), random.Random(7)
-    assert setup.compute.engine  # settled before the first birth, as by the process that learners come from
+    assert setup.compute.clipper  # settled before the first birth, as by the process that learners come from
     log = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for life in range(kills):
         killed(setup, tmp_path, log, after_s=instants.uniform(0, 0.05), training=life % 4 > 0)

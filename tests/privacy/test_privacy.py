@@ -31,8 +31,8 @@ from adp2sgd.engine.validate import validate
 from adp2sgd.errors import Adp2sgdError, ConfigError, DataError, PrivacyError, RunError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
-from adp2sgd.gradient.engine import Clipped, Engine
-from adp2sgd.gradient.privatize import PrivateStep
+from adp2sgd.gradient.clipper import Clipped, Clipper
+from adp2sgd.gradient.privatize import Batch, PrivateStep
 from adp2sgd.privacy import ledger
 from adp2sgd.privacy.accountant import epsilon
 from adp2sgd.privacy.mechanism import SampledGaussian
@@ -78,13 +78,13 @@ UNIT = torch.full((TENSORS * WIDTH,), 1 / math.sqrt(TENSORS * WIDTH))
 class Remembered:
     """A sum before the noise does not change between draws, so it is computed once."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, clipper: Clipper) -> None:
+        self._clipper = clipper
         self._known: dict[int, Clipped] = {}
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         if len(inputs) not in self._known:
-            self._known[len(inputs)] = self._engine.clipped_sum(inputs, targets, clip_norm)
+            self._known[len(inputs)] = self._clipper.clipped_sum(inputs, targets, clip_norm)
         found = self._known[len(inputs)]
         return Clipped(found.total.clone(), found.norms)
 
@@ -92,7 +92,7 @@ class Remembered:
 class SeparatelyClipped:
     """Planted bug: each tensor is clipped on its own."""
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Clipped:
+    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         parts = inputs.view(len(inputs), TENSORS, WIDTH)
         norms = parts.norm(dim=2, keepdim=True)
         return Clipped((parts * (clip_norm / norms).clamp(max=1)).sum(0).flatten(), norms[:, 0, 0])
@@ -107,10 +107,12 @@ class Weaker(NoiseSource):
         super().add_normal(vector, scale * self.factor, **to)
 
 
-def separation(engine: Engine | None = None, factor: float = 1.0, realized: bool = False, draws: int = 20_000) -> float:
+def separation(
+    clipper: Clipper | None = None, factor: float = 1.0, realized: bool = False, draws: int = 20_000
+) -> float:
     """z·d′ for z = 1: how far apart one record moves the released gradients, in units of what the mechanism allows."""
     model = FlatModel(Directions())
-    step = PrivateStep(Remembered(engine or choose.build(model, first)), clip_norm=1.0, noise_multiplier=1.0)
+    step = PrivateStep(Remembered(clipper or choose.build(model, first)), clip_norm=1.0, noise_multiplier=1.0)
     noise = Weaker(b"white-box test, fixed key: 32 by", "test", seeded=True)
     noise.factor = factor
     records = torch.cat([100 * UNIT.expand(63, -1), -100 * UNIT.unsqueeze(0)])  # 63 point one way, the canary against
@@ -118,7 +120,7 @@ def separation(engine: Engine | None = None, factor: float = 1.0, realized: bool
     for inputs in (records, records[:63]):
         targets = torch.zeros(len(inputs), dtype=torch.int64)
         expected = float(len(inputs)) if realized else 64.0
-        vectors = [step(model, inputs, targets, expected, noise).vector.clone() for _ in range(draws)]
+        vectors = [step(model, Batch(inputs, targets, expected), noise).vector.clone() for _ in range(draws)]
         released.append(torch.stack(vectors).double() @ UNIT.double())
     pooled = math.sqrt((float(released[0].var()) + float(released[1].var())) / 2)
     return abs(float(released[0].mean() - released[1].mean())) / pooled
@@ -135,7 +137,7 @@ def test_one_record_moves_the_release_by_exactly_what_the_accountant_assumes() -
         ({"factor": 1 / 64}, 64),  # noise divided by the batch once too often
         ({"factor": 0.5}, 2.0),
         ({"factor": 0.9}, 1.11),
-        ({"engine": SeparatelyClipped()}, 3.2),
+        ({"clipper": SeparatelyClipped()}, 3.2),
         ({"realized": True}, 2.0),  # divided by the batch at hand
     ],
     ids=["noise/B", "noise/2", "noise-10%", "clipped separately", "realized batch"],
@@ -148,14 +150,14 @@ def test_the_white_box_test_catches_planted_bugs(bug: dict[str, object], factor:
 
 def test_a_huge_record_in_any_tensor_moves_the_sum_by_at_most_the_clip_norm() -> None:
     model = FlatModel(Directions())
-    engine = choose.build(model, first)
+    clipper = choose.build(model, first)
     quiet = torch.randn(5, TENSORS * WIDTH, generator=torch.Generator().manual_seed(0)) / 10
     for tensor in range(TENSORS):
         canary = torch.zeros(1, TENSORS * WIDTH)
         canary[0, tensor * WIDTH] = 100.0 + tensor
         targets = torch.zeros(6, dtype=torch.int64)
-        both = engine.clipped_sum(torch.cat([quiet, canary]), targets, 0.5).total
-        alone = engine.clipped_sum(quiet, targets[:5], 0.5).total
+        both = clipper.clipped_sum(torch.cat([quiet, canary]), targets, 0.5).total
+        alone = clipper.clipped_sum(quiet, targets[:5], 0.5).total
         assert float((both.double() - alone.double()).norm()) <= 0.5 * (1 + 1e-6)
 
 
@@ -175,7 +177,7 @@ def test_the_noise_has_the_stated_scale() -> None:
     step = PrivateStep(choose.build(model, first), clip_norm=0.3, noise_multiplier=2.5)
     empty = torch.zeros(0, 1)
     noise = NoiseSource.from_seed(5, 0, "scale test")
-    vector = step(model, empty, torch.zeros(0, dtype=torch.int64), 16.0, noise).vector
+    vector = step(model, Batch(empty, torch.zeros(0, dtype=torch.int64), 16.0), noise).vector
     assert kstest(vector.numpy(), "norm", args=(0, 0.3 * 2.5 / 16)).pvalue > 1e-3
     assert kstest(vector.numpy(), "norm", args=(0, 1.01 * 0.3 * 2.5 / 16)).pvalue < 1e-3  # it can tell 1 %
 
@@ -190,7 +192,7 @@ def test_before_the_noise_a_step_is_the_per_sample_loop(seed: int, records: int,
     targets = torch.randint(3, (records,), generator=stream)
     model = FlatModel(module)
     step = PrivateStep(choose.build(model, cross_entropy, piece=piece), clip_norm=0.4, noise_multiplier=1.0)
-    found = step(model, inputs, targets, 7.0, silent()).vector
+    found = step(model, Batch(inputs, targets, 7.0), silent()).vector
     expected = torch.zeros_like(found)
     for row in range(records):
         gradients = torch.autograd.grad(
@@ -207,8 +209,8 @@ def test_a_record_without_a_finite_gradient_contributes_nothing() -> None:
     good = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     targets = torch.tensor([0, 1, 0, 1, 1, 0, 1])
     bad = torch.tensor([[math.nan, 0, 0], [math.inf, 0, 0], [3e38, -3e38, 3e38]])
-    with_bad = step(model, torch.cat([good, bad]), targets, 4.0, silent()).vector.clone()
-    without = step(model, good, targets[:4], 4.0, silent()).vector
+    with_bad = step(model, Batch(torch.cat([good, bad]), targets, 4.0), silent()).vector.clone()
+    without = step(model, Batch(good, targets[:4], 4.0), silent()).vector
     assert torch.allclose(with_bad, without, atol=1e-6)
 
 
@@ -464,7 +466,7 @@ class Dropping(nn.Module):
         self.drop, self.head = nn.Dropout(0.5), nn.Linear(6, 2)
 
     def forward(self, x):
-        real = self.drop.p > 0 and len(x) > 5  # not of the checks, nor more than the synthetic records of the engine
+        real = self.drop.p > 0 and len(x) > 5  # not of the checks, nor more than the synthetic records of the clipper
         if self.training and real and "ADP2SGD_TEST_DRAWN" in os.environ:
             with open(os.environ["ADP2SGD_TEST_DRAWN"], "a") as file:
                 print(os.getpid(), torch.initial_seed(), file=file)
@@ -594,8 +596,8 @@ def test_a_neighbours_weights_do_not_choose_the_engine(tmp_path: Path, monkeypat
     learner.mix(mine, 2 * theirs - mine)
     learner.begin()
     learner.update(learner.gradient())
-    assert isinstance(made.compute.engine, choose.Automatic)
-    assert made.compute.engine.chosen is made.compute.engine.functional
+    assert isinstance(made.compute.clipper, choose.Automatic)
+    assert made.compute.clipper.chosen is made.compute.clipper.functional
     assert learner.budget is not None
     learner.budget.close()
 
@@ -629,8 +631,8 @@ def test_no_warning_tells_how_many_records_were_drawn(tmp_path: Path, monkeypatc
     own_tasks(tmp_path, monkeypatch)
     settings = PRIVATE.replace(task="adp2sgd_test_tasks:in_parts", options={}, epochs=1.0)
     made = prepare(settings)
-    with pytest.warns(UserWarning, match="Functional engine: the model takes another course"):
-        chosen = made.compute.engine
+    with pytest.warns(UserWarning, match="Functional clipper: the model takes another course"):
+        chosen = made.compute.clipper
     assert isinstance(chosen, choose.Automatic)
     assert chosen.chosen is chosen.functional
     with warnings.catch_warnings():
