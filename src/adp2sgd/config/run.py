@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adp2sgd.config.consortium import Consortium
 from adp2sgd.config.optimizer import Optimizer
 from adp2sgd.config.privacy import Privacy
 from adp2sgd.config.sections import Data, Network, Speeds, Topology
@@ -52,6 +53,7 @@ class Config(Section):
     privacy: Privacy = field(default_factory=Privacy)
     speeds: Speeds = field(default_factory=Speeds)
     network: Network = field(default_factory=Network)
+    consortium: Consortium = field(default_factory=Consortium)
 
     def _check(self) -> None:
         one_of("algorithm", self.algorithm, ALGORITHMS)
