@@ -53,12 +53,15 @@ ENGINE = {  # inside engine/, from what all share to what drives
     "speeds": 0,
     "threads": 0,
     "status": 0,
+    "background": 3,
     "site": 2,
     "validate": 2,
     "setup": 3,
+    "worker": 4,
     "result": 4,
     "simulation": 5,
     "processes": 5,
+    "peers": 5,
     "__init__": 6,
 }
 
