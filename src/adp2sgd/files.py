@@ -18,10 +18,11 @@ def owner_only(path: str, flags: int) -> int:
 
 
 @contextmanager
-def replacing(target: Path, *, private: bool = False) -> Iterator[Path]:
-    """A temporary file that takes the place of `target` in one step, after its content is on disk.
+def replacing(target: Path, *, private: bool = False, durable: bool = True) -> Iterator[Path]:
+    """A temporary file that takes the place of `target` in one step.
 
     `private`: its owner alone may read it. Else the umask decides, whatever mode the writer has given it.
+    `durable`: its content is on disk first, so that it survives a power failure.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -30,8 +31,9 @@ def replacing(target: Path, *, private: bool = False) -> Iterator[Path]:
     try:
         yield part
         part.chmod(mode)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        if durable:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

@@ -5,10 +5,11 @@ runs/NAME/events.jsonl                      one line per evaluation of θ
 runs/NAME/learner-ID/events.jsonl           one line per step; stays at the learner
 runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledger` is set; plan.json: the cap
 runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
+runs/NAME/status.json                       how the run stands, at most a second old while it goes on
 runs/NAME/result.json                       what the run reports
 runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict
 
-Events, ledgers, plans and checkpoints can be read by their owner alone. For the other files the umask decides.
+Events, statuses, ledgers, plans and checkpoints can be read by their owner alone. For other files the umask decides.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import errno
 import json
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor, nn
 
@@ -72,6 +74,10 @@ class LearnerResult:
     max_steps: int | None = None
     clip_norm: float | None = None  # private mode: C after the last step
     site: str | None = None  # where each learner has one site's records
+    partners: Mapping[int, int] = field(default_factory=dict)  # partner → completed exchanges with it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "partners", by_number(self.partners))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +107,11 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def by_number(counts: Mapping[Any, int]) -> dict[int, int]:
+    """Counts whose keys are numbers again: in JSON every key is text."""
+    return {int(number): count for number, count in counts.items()}
 
 
 def read_result(folder: str | Path) -> Run:
@@ -181,9 +192,8 @@ class Folder:
             try:
                 import fcntl
 
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"{self.path} is in use: its run is still running; wait for it, or stop it") from None
+                if not _locked(file):
+                    raise ConfigError(f"{self.path} is in use: its run is still running; wait for it, or stop it")
             except (ImportError, OSError):  # a system or a file system without locks
                 yield
                 return
@@ -191,6 +201,18 @@ class Folder:
                 yield
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
+
+    @property
+    def running(self) -> bool:
+        """Whether a process runs here; False also where the file system has no locks."""
+        with suppress(ImportError, OSError), (self.path / "config.toml").open("rb") as file:
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
 
     @property
     def settings(self) -> config.Config:
@@ -290,9 +312,21 @@ class Folder:
                 f"{self.path} cannot be written ({reason}); mend that, then --resume goes on from its last checkpoint"
             ) from None
 
-    def replacing(self, name: str, *, private: bool = False) -> AbstractContextManager[Path]:
+    def replacing(self, name: str, *, private: bool = False, durable: bool = True) -> AbstractContextManager[Path]:
         """A temporary file that takes the place of `name` in one step; `private`: for its owner alone."""
-        return replacing(self.path / name, private=private)
+        return replacing(self.path / name, private=private, durable=durable)
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Whether the file's exclusive lock is ours now; a few tries, as `Folder.running` locks it for a moment."""
+    import fcntl
+
+    for _ in range(5):
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def versions() -> dict[str, str]:

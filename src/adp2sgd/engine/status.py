@@ -6,11 +6,20 @@ neither type ever leaves it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Self
 
 from adp2sgd.exchange.protocol import Tally
-from adp2sgd.run_folder import Point
+from adp2sgd.files import to_json
+from adp2sgd.run_folder import Folder, Point, by_number
+
+STATUS = "status.json"
+PERIOD_S = 1.0  # between two writes of it, at least
+SHARE = 0.02  # of the time that writing may take, at most
 
 
 @dataclass
@@ -40,6 +49,10 @@ class Counters:
     unconfirmed: int = 0  # answered, and no commit in time
     halves: int = 0  # exchanges that changed one side only, as far as is known
     bytes_sent: int = 0
+    partners: Mapping[int, int] = field(default_factory=dict)  # partner → completed exchanges with it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "partners", by_number(self.partners))
 
     @classmethod
     def of(cls, steps: int, staleness: Staleness, tally: Tally) -> Self:
@@ -55,16 +68,22 @@ class Counters:
             unconfirmed=tally.unconfirmed,
             halves=tally.halves,
             bytes_sent=tally.bytes_sent,
+            partners=tally.partners.copy(),  # while another thread exchanges
         )
 
     def __add__(self, other: Counters) -> Counters:
-        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
         sums["staleness_max"] = max(self.staleness_max, other.staleness_max)
-        return Counters(**sums)
+        met = self.partners.keys() | other.partners.keys()
+        partners = {k: self.partners.get(k, 0) + other.partners.get(k, 0) for k in met}
+        return Counters(**sums, partners=partners)
 
     @property
     def staleness_mean(self) -> float:
         return self.staleness_total / max(1, self.steps)
+
+
+COUNTS = [each.name for each in fields(Counters) if each.name != "partners"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +122,8 @@ class RunStatus:
     learners: tuple[LearnerStatus, ...]
     curve: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
+    written_at: float | None = None  # Unix time at which status.json was written
+    left_s: float | None = None  # real time until the target, at the pace of this session
 
     @property
     def point(self) -> Point | None:
@@ -113,3 +134,48 @@ class RunStatus:
     def rate(self) -> float:
         """Steps per second of all learners together."""
         return sum(each.rate for each in self.learners)
+
+
+class StatusFile:
+    """A callback for statuses: writes one to `status.json` each second, then calls `then`.
+
+    The curve is left out, because the run's events hold it. The file is for its owner alone. If it cannot be written,
+    the run goes on.
+    """
+
+    def __init__(self, folder: Folder, then: Callable[[RunStatus], None]) -> None:
+        self._folder, self._then = folder, then
+        self._next = 0.0
+        self._began: tuple[float, int] | None = None  # the session's first status: time and global steps
+
+    def __call__(self, status: RunStatus) -> None:
+        now = time.monotonic()
+        if self._began is None or status.global_steps < self._began[1]:
+            self._began = now, status.global_steps
+        if now >= self._next or status.global_steps >= status.target_steps:
+            with suppress(OSError):
+                self._write(status, now)
+            self._next = now + max(PERIOD_S, (time.monotonic() - now) / SHARE)
+        self._then(status)
+
+    def _write(self, status: RunStatus, now: float) -> None:
+        assert self._began is not None
+        began, steps = self._began
+        left = max(0, status.target_steps - status.global_steps)
+        pace = (now - began) / (status.global_steps - steps) if status.global_steps > steps else None
+        told = replace(status, curve=(), written_at=time.time(), left_s=None if pace is None else left * pace)
+        with self._folder.replacing(STATUS, private=True, durable=False) as part:
+            part.write_text(to_json(asdict(told)) + "\n", encoding="utf-8")
+
+
+def read_status(folder: Folder) -> RunStatus | None:
+    """The run's last status with the curve so far; None where none was written."""
+    try:
+        raw = json.loads((folder.path / STATUS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    learners = tuple(
+        LearnerStatus(**{**each, "counters": Counters(**each["counters"]), "notes": tuple(each["notes"])})
+        for each in raw["learners"]
+    )
+    return RunStatus(**{**raw, "learners": learners, "curve": tuple(folder.points()), "notes": tuple(raw["notes"])})

@@ -90,6 +90,7 @@ class Tally:
     halves: int = 0  # the partner mixed and this side could not, or only in part
     ignored: int = 0  # messages that came too late to matter, twice, or from somebody else
     bytes_sent: int = 0
+    partners: dict[int, int] = field(default_factory=dict)  # partner → completed exchanges with it
 
 
 class Exchange:
@@ -214,6 +215,7 @@ class Exchange:
         assert message.snapshot is not None
         if self.learner.mix(mine, message.snapshot, message.intact):
             self.tally.completed += 1
+            self.tally.partners[message.sender] = self.tally.partners.get(message.sender, 0) + 1
             if isinstance(message, Answer):
                 self.tally.initiated += 1
                 self.tally.mixed_before += self.learner.steps == self.step

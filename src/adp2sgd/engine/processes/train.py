@@ -22,7 +22,7 @@ from adp2sgd.engine.processes.seat import Seat
 from adp2sgd.engine.processes.supervisor import SESSION, Patience, Supervisor
 from adp2sgd.engine.result import finish, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
-from adp2sgd.engine.status import RunStatus
+from adp2sgd.engine.status import RunStatus, StatusFile
 from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, callback, telling_no_values
 from adp2sgd.exchange.shared import require_linux
 from adp2sgd.privacy.budget import Budget
@@ -93,7 +93,7 @@ def _train(
                 exchange=exchange,
                 plans=plans,
                 patience=patience,
-                on_status=on_status,
+                on_status=StatusFile(home, on_status),
             )
             supervisor.notes += kept.get("notes", [])
             supervisor.run()
@@ -199,6 +199,7 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
         busy=totals.busy,
         unconfirmed=totals.unconfirmed,
         bytes_sent=totals.bytes_sent,
+        partners=totals.partners,
         loss=metrics.loss,
         accuracy=metrics.accuracy,
         expired=totals.expired,

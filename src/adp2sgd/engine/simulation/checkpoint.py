@@ -15,7 +15,7 @@ from adp2sgd.engine.status import Staleness
 from adp2sgd.errors import RunError
 from adp2sgd.exchange.protocol import MESSAGES, Message, Tally
 from adp2sgd.progress import from_rows, to_rows
-from adp2sgd.run_folder import Folder, Point
+from adp2sgd.run_folder import Folder, Point, by_number
 
 if TYPE_CHECKING:
     from adp2sgd.engine.simulation.simulate import Simulation
@@ -112,7 +112,8 @@ def _unpack_member(member: Member, kept: dict[str, Any], tensors: dict[str, Tens
     for name in ("turns", "partners", "wanted_at", "read_at"):
         setattr(member, name, kept[name])
     member.staleness = Staleness(**kept["staleness"])
-    member.exchange.tally = Tally(**kept["tally"])
+    partners = by_number(kept["tally"].pop("partners", {}))
+    member.exchange.tally = Tally(**kept["tally"], partners=partners)
     member.exchange.number = kept["number"]
     member.exchange.step = kept["step"]
     for partner, packed in kept["under_way"]:

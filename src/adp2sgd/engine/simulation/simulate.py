@@ -30,7 +30,7 @@ from adp2sgd.engine.simulation import checkpoint
 from adp2sgd.engine.simulation.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.simulation.open_files import allow_open_files
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
-from adp2sgd.engine.status import RunStatus
+from adp2sgd.engine.status import RunStatus, StatusFile
 from adp2sgd.engine.threads import suited_threads
 from adp2sgd.errors import InterruptedRunError, callback, telling_no_values
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
@@ -66,7 +66,7 @@ def _simulate(config: Config, folder: str | Path, resume: bool, on_status: Calla
         config, saved.seed if saved else None, resumed=resume
     )  # before the folder: a wrong task leaves nothing behind
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
-    simulation = kind(setup, home, on_status)
+    simulation = kind(setup, home, StatusFile(home, on_status))
     with (
         home.held(),
         home.telling_of_full_disks(),
@@ -272,6 +272,7 @@ class Simulation:
             busy=counters.busy,
             unconfirmed=counters.unconfirmed,
             bytes_sent=counters.bytes_sent,
+            partners=counters.partners,
             loss=metrics.loss,
             accuracy=metrics.accuracy,
             clip_norm=learner.clip_norm,
