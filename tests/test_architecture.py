@@ -51,6 +51,7 @@ ENGINE = {  # inside engine/, from what all share to what drives
     "divergence": 1,
     "interrupt": 0,
     "speeds": 0,
+    "spending": 0,
     "threads": 0,
     "status": 0,
     "background": 3,
