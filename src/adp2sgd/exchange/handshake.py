@@ -1,22 +1,28 @@
-"""How two sites meet: TLS first, then HELLO from both, then WELCOME or REFUSED from the side that was dialled.
+"""How two sites meet. Both do the same: TLS, HELLO, then WELCOME or REFUSED with a reason.
 
-    dialler                                listener
-    TLS 1.3, both certificates required ─▶ limits per address, a deadline for all that follows
-    HELLO ─────────────────────────────▶   verifies the certificate's site and the HELLO
-       ◀────────────────────────── HELLO
-    verifies both as well
-       ◀──────────────── WELCOME or REFUSED reason
+    TLS 1.3, both certificates required
+    HELLO ──────────────▶  verifies the certificate's site, then compares the HELLO with its own
+       ◀────────── HELLO   and so does the other side
+    WELCOME ────────────▶  or REFUSED reason
+       ◀──────── WELCOME   or REFUSED reason
 
-Under TLS 1.3 a dialler whose certificate is refused sees a successful handshake first. A link counts as up only after
-WELCOME. Nothing but these small frames is read before that.
+Under TLS 1.3 a dialler whose certificate is refused sees a successful handshake first. So a link counts as up only
+after the peer's WELCOME. Nothing but these small frames is read before that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from adp2sgd.errors import RefusedError
+from adp2sgd.exchange import wire
+from adp2sgd.exchange.tls import ClosedError, SecureStream
+
+HELLO, WELCOME, REFUSED = "HELLO", "WELCOME", "REFUSED"
 
 Address = tuple[str, int]
 
@@ -63,3 +69,80 @@ class Identity(Protocol):
     def check_hello(self, theirs: Mapping[str, Any]) -> None:
         """Compare the peer's HELLO with the own one. RefusedError names the key that differs."""
         ...
+
+
+@dataclass(frozen=True)
+class Met:
+    """Who is at the other end of a connection."""
+
+    peer: Peer
+    certificate: bytes  # DER
+    session: str  # differs each time that the peer's process starts
+    dialled: bool  # by this side
+
+
+class DuplicateError(RefusedError):
+    """The two sites have a link already. Nothing is wrong."""
+
+
+class RefusedByPeerError(RefusedError):
+    """The other side refuses this one; the text is its reason."""
+
+
+def meet(
+    stream: SecureStream,
+    identity: Identity,
+    session: str,
+    *,
+    known: Callable[[str], Peer],
+    admit: Callable[[Met], None],
+    dialled: Peer | None,
+    deadline: float,
+) -> Met:
+    """HELLO and WELCOME, both ways. Raises RefusedError if either side refuses; both know the reason then.
+
+    `known` returns the peer of a name, or raises RefusedError. `admit` raises DuplicateError if there is a link.
+    """
+    certificate = stream.handshake(deadline)
+    try:
+        peer = known(identity.verify(certificate))
+        if dialled is not None and peer.name != dialled.name:
+            raise RefusedError(f"the address of site {dialled.name} is answered by site {peer.name}")
+        stream.write_frame({"kind": HELLO, "session": session, "hello": identity.hello()}, deadline)
+        theirs = _expect(HELLO, stream, deadline)
+        hello, their_session = theirs.get("hello"), theirs.get("session")
+        if not isinstance(hello, dict) or not isinstance(their_session, str):
+            raise RefusedError("a malformed HELLO")
+        identity.check_hello(hello)
+        met = Met(peer, certificate, their_session, dialled is not None)
+        admit(met)
+        stream.write_frame({"kind": WELCOME}, deadline)
+        _expect(WELCOME, stream, deadline)
+    except RefusedByPeerError:
+        raise
+    except RefusedError as refused:
+        with contextlib.suppress(ClosedError):
+            stream.write_frame(refusal(refused), deadline)
+            stream.close(reason=True)
+        raise
+    return met
+
+
+def refusal(error: RefusedError) -> dict[str, Any]:
+    """The frame that tells a peer why."""
+    reason = str(error)[: wire.LARGEST_REASON]
+    return {"kind": REFUSED, "reason": reason, "duplicate": isinstance(error, DuplicateError)}
+
+
+def refused_by_peer(frame: Mapping[str, Any]) -> RefusedError:
+    kind = DuplicateError if frame.get("duplicate") is True else RefusedByPeerError
+    return kind(wire.reason_in(frame))
+
+
+def _expect(kind: str, stream: SecureStream, deadline: float) -> dict[str, Any]:
+    frame = stream.read_frame(deadline)
+    if frame["kind"] == REFUSED:
+        raise refused_by_peer(frame)
+    if frame["kind"] != kind:
+        raise RefusedError(f"a frame of kind {str(frame['kind'])[:40]!r} in place of {kind}")
+    return frame
