@@ -178,7 +178,12 @@ class Worker:
     def ended(self) -> bool:
         if self.learner.progress.total >= self.target_steps:
             self.reached.set()
-        return self.reached.is_set() or self.control.over.is_set() or self._quiet_for(LINGER_S)
+        return self.reached.is_set() or self.control.over.is_set() or self._quiet_for(self.linger_s)
+
+    @property
+    def linger_s(self) -> float:
+        """How long all that are reached must have stopped, before a learner whose budget is spent ends."""
+        return LINGER_S
 
     def stop(self) -> None:
         self.learner.progress.stop()

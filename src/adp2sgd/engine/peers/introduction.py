@@ -105,6 +105,4 @@ class Introduction:
         if most is None or self._run.privacy.mode != "private":
             return
         if status.epsilon is None or status.epsilon > most:
-            raise RefusedError(
-                f"site {status.site} states ε = {status.epsilon}, but members accept {most:g} at most"
-            )
+            raise RefusedError(f"site {status.site} states ε = {status.epsilon}, but members accept {most:g} at most")

@@ -45,12 +45,13 @@ class Settling:
         """The neighbours that this site must still exchange with."""
         return [each for each in reached if not self.distances.get(each, float("inf")) < self.tolerance]
 
-    def over(self, reached: Iterable[int], longest_deadline_s: float) -> bool:
+    def over(self, reached: Iterable[int], longest_deadline_s: float, *, waits: bool = False) -> bool:
+        """Whether the site may leave. `waits`: for neighbours that it has lost."""
         assert self.began is not None
         now = time.monotonic()
         if now - self.began > LIMIT_DEADLINES * longest_deadline_s:
             return True
-        return not self.open(reached) and now - self._last >= QUIET_S
+        return not waits and not self.open(reached) and now - self._last >= QUIET_S
 
     @property
     def distance(self) -> float | None:
