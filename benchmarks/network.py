@@ -22,10 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -40,14 +38,13 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "exchange"), str(ROOT / "benchmarks")]
 
-from certificates import identity, site  # noqa: E402
-from conftest import make_learner  # noqa: E402
-from engine import vector  # noqa: E402
-
 from adp2sgd.exchange.duplex import DuplexExchange  # noqa: E402
 from adp2sgd.exchange.handshake import Peer  # noqa: E402
 from adp2sgd.exchange.network import NetworkCarrier  # noqa: E402
 from adp2sgd.exchange.thread import ExchangeThread  # noqa: E402
+from certificates import identity, site  # noqa: E402
+from conftest import make_learner  # noqa: E402
+from engine import vector  # noqa: E402
 
 MIB = 1 << 20
 DELAY_S, BYTES_PER_S = 0.05, 200e6 / 8

@@ -14,7 +14,9 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from adp2sgd.cli.certs import certs
 from adp2sgd.cli.privacy import Json, privacy
+from adp2sgd.cli.sites import sites
 from adp2sgd.errors import Adp2sgdError, ConfigError
 
 app = typer.Typer(
@@ -25,6 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(privacy, name="privacy")
+app.add_typer(certs, name="certs")
+app.add_typer(sites)  # join, status
 
 INTERRUPTED = 130
 Settings = Annotated[

@@ -107,6 +107,17 @@ class LearnerStatus(Measured):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PublicStatus:
+    """What a site tells others of itself, beside its model and the step counts. It holds nothing that depends on the
+    site's records."""
+
+    site: str
+    stopped: bool = False
+    epsilon: float | None = None  # stated: what its policy lets all runs spend
+    delta: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """`seconds` are virtual or real, as `clock` says; `curve` holds the evaluations of θ so far."""
 
