@@ -37,9 +37,10 @@ LAYERS = {
     "exchange": 10,
     "run_folder": 10,
     "engine": 11,
-    "cli": 12,
-    "__init__": 13,
-    "__main__": 14,
+    "report": 12,
+    "cli": 13,
+    "__init__": 14,
+    "__main__": 15,
 }
 ENGINE = {  # inside engine/, from what all share to what drives
     "plan": 0,

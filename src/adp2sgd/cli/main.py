@@ -15,6 +15,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from adp2sgd.cli.privacy import Json, privacy
+from adp2sgd.cli.report import report
 from adp2sgd.errors import Adp2sgdError, ConfigError
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(privacy, name="privacy")
+app.command(epilog="Example: adp2sgd report runs/first runs/second -o comparison.html")(report)
 
 INTERRUPTED = 130
 Settings = Annotated[
