@@ -27,7 +27,7 @@ from adp2sgd.data.records import Records
 from adp2sgd.device import SETTLED, draws
 from adp2sgd.errors import WITHHELD, RunError, kind
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.privatize import Gradient, GradientStep, PrivateStep
+from adp2sgd.gradient.privatize import Batch, Gradient, GradientStep, PrivateStep
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.progress import Progress
 from adp2sgd.randomness.streams import Streams
@@ -140,10 +140,8 @@ class Learner:
             self._streams("layers", self.steps).seed_layers(self._model.device)
         self._model.load(self.read)
         try:
-            inputs, targets = self._batch()
-            noise = self._streams("noise", self.steps)
-            records = self._batches.counted(self.rows)
-            return self._gradient_step(self._model, inputs, targets, self._batches.expected, noise, records)
+            batch = Batch(*self._batch(), self._batches.expected, self._batches.counted(self.rows))
+            return self._gradient_step(self._model, batch, self._streams("noise", self.steps))
         except torch.OutOfMemoryError as error:
             if self.budget is None:
                 raise
@@ -162,7 +160,8 @@ class Learner:
         records, rows = self._batches.counted(torch.arange(batch)), batch * self._copies
         inputs, targets = (part.new_zeros(rows, *part.shape[1:], device=device) for part in self._blank)
         for _ in range(SETTLED + 2):
-            self._gradient_step.rehearse(self._model, self._task.prepare(inputs), targets, records)
+            blank = Batch(self._task.prepare(inputs), targets, self._batches.expected, records)
+            self._gradient_step.rehearse(self._model, blank)
 
     def snapshot(self, out: Tensor | None = None) -> Tensor:
         """A copy of the state to send, in `out` if given."""

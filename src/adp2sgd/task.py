@@ -193,6 +193,8 @@ def from_files(
         model=_builder(name, model, {model: _shape(model, source)}, options),
         train=_spread(source.train if only is None else _one_site(source.train, only), limit),
         test=_spread(source.test, limit),
+        loss=source.loss or cross_entropy,
+        metric=source.metric,
         prepare=source.prepare,
         augment=crop_and_flip if (family.augment if augment is None else augment) else None,
         fitted=source.fitted,

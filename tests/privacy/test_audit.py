@@ -217,7 +217,7 @@ def outcomes(setup: Setup, claim: float, seeds: range) -> Iterator[float]:
     for seed in seeds:
         setup.compute.model.load(initial)
         plan = replace(setup.plan, config=setup.plan.config.replace(seed=seed), seed=seed)
-        compute = copy(setup.compute)  # shares the model and the settled gradient engine
+        compute = copy(setup.compute)  # shares the model and the settled gradient clipper
         compute.plan = plan
         own = replace(setup, plan=plan, compute=compute)
         with tempfile.TemporaryDirectory(dir=FRESH) as folder:
@@ -258,7 +258,7 @@ def claiming(epsilon: float) -> Config:
         options={"canary": True},
         optimizer=Optimizer(lr=1.0),
         privacy=Privacy(
-            mode="private", delta=DELTA, clip_norm=CLIP, headroom=1.0, engine="loop",
+            mode="private", delta=DELTA, clip_norm=CLIP, headroom=1.0, clipper="loop",
             noise_multiplier=noise_for(epsilon=epsilon, delta=DELTA, sample_rate=0.5, steps=STEPS),
         ),
     )  # fmt: skip

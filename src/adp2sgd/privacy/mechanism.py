@@ -10,12 +10,12 @@ from adp2sgd.errors import PrivacyError
 POISSON = "poisson"
 THREAT_MODEL = (
     "any neighbour, even all of them together, even malicious (by weights made to amplify rounding: only with "
-    'engine = "loop"), who sees every model that the learner sends and counts its steps; an observer who measures how '
+    'clipper = "loop"), who sees every model that the learner sends and counts its steps; an observer who measures how '
     "long steps take is not covered (privacy.fixed_work = true covers it)"
 )
 TIMED_THREAT_MODEL = (
     "any neighbour, even all of them together, even malicious (by weights made to amplify rounding: only with "
-    'engine = "loop"), who sees every model that the learner sends, counts its steps and measures how long they take'
+    'clipper = "loop"), who sees every model that the learner sends, counts its steps and measures how long they take'
 )
 
 

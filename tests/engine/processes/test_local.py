@@ -218,27 +218,19 @@ def test_a_task_that_fails_in_passing_costs_the_points_and_not_the_run(
 
 @pytest.mark.processes
 def test_case_2_real_and_simulated_side_by_side(tmp_path: Path) -> None:
-    """One learner 10 times slower. Sleeping steps: ADPSGD reaches 90 % of the ideal speed-up over SYNC, in one of two
-    tries: other programs use these cores as well, now and then."""
-    ideal = (3 + 1 / 10) / (4 / 10)
-    for number in range(2):
-        rates, folder = {}, tmp_path / str(number)
-        for algorithm in ("sync", "adpsgd"):
-            run = train(
-                SLEEPY.replace(algorithm=algorithm, epochs=2 if algorithm == "sync" else 12), folder / algorithm
-            )
-            rates[algorithm] = run.global_steps / run.seconds
-            assert run.clock == "real"
-            assert run.notes == ()
-        if rates["adpsgd"] / rates["sync"] >= 0.9 * ideal:
-            break
-    else:
-        pytest.fail(f"{rates['adpsgd'] / rates['sync']:.2f} times as fast as SYNC, where {ideal:.2f} is ideal")
+    """One learner 10 times slower. Sleeping steps: ADPSGD reaches 90 % of the ideal speed-up over SYNC."""
+    ideal, rates = (3 + 1 / 10) / (4 / 10), {}
+    for algorithm, epochs in (("sync", 2), ("adpsgd", 12)):
+        run = train(SLEEPY.replace(algorithm=algorithm, epochs=epochs), tmp_path / algorithm)
+        rates[algorithm] = run.global_steps / run.seconds
+        assert run.clock == "real"
+        assert run.notes == ()
+    assert rates["adpsgd"] / rates["sync"] >= 0.9 * ideal
     slow, *fast = run.learners
     assert all(8 <= each.steps / slow.steps <= 12 for each in fast)
     simulated = simulate(SLEEPY)
     assert run.learners[0].staleness_mean == pytest.approx(simulated.learners[0].staleness_mean, rel=0.3)
-    assert read_result(folder / "adpsgd") == run
+    assert read_result(tmp_path / "adpsgd") == run
     assert run.overshoot <= 8  # learners hear of the last steps with their exchanges: usually at most one each
 
 

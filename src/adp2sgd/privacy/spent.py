@@ -37,7 +37,7 @@ class Row:
     note: str
 
 
-def statement(path: Path, delta: float | None = None, adjacency: str | None = None) -> list[Row]:
+def spent_in(path: Path, delta: float | None = None, adjacency: str | None = None) -> list[Row]:
     """Of every learner of the run whose folder `path` is, or of the ledger or folder of ledgers `path`; at the δ and
     adjacency of the ledger's policy by default. A ledger that is missing or damaged is an error."""
     if (path / "config.toml").is_file():
