@@ -13,6 +13,7 @@ from adp2sgd.errors import ConfigError
 if TYPE_CHECKING:
     from adp2sgd.identity.authority import Authority
     from adp2sgd.identity.certificates import Certificate
+    from adp2sgd.identity.revocation import Revoked
 
 certs = typer.Typer(
     help="Make the consortium's authority, certify sites, renew and revoke.",

@@ -15,9 +15,8 @@ from typing import Self
 
 from adp2sgd.exchange.protocol import Tally
 from adp2sgd.files import to_json
-from adp2sgd.run_folder import Folder, Measured, Point, by_number
+from adp2sgd.run_folder import STATUS, Folder, Measured, Point, by_number
 
-STATUS = "status.json"
 PERIOD_S = 1.0  # between two writes of it, at least
 SHARE = 0.02  # of the time that writing may take, at most
 
