@@ -2,6 +2,7 @@
 
 Adp2sgdError
 ├── ConfigError       a setting is unknown, of the wrong type or impossible
+├── IdentityError     a certificate, a roster or a list of revoked certificates is missing, damaged, foreign or expired
 ├── DataError         a data file or folder is missing, damaged or of the wrong shape
 ├── PrivacyError      the run asks for a guarantee that it cannot have
 │   └── LedgerError   the record of spent privacy is damaged, foreign or in use
@@ -42,6 +43,10 @@ class Adp2sgdError(Exception):
 
 class ConfigError(Adp2sgdError, ValueError):
     """A setting is unknown, of the wrong type or impossible."""
+
+
+class IdentityError(Adp2sgdError):
+    """A certificate, a roster or a list of revoked certificates is missing, damaged, foreign or expired."""
 
 
 class DataError(Adp2sgdError):

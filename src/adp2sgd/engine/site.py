@@ -27,6 +27,7 @@ class Site:
     number: int
     name: str | None
     task: Task
+    declared: int | None = None  # a rounded number of records that the sample rate follows from; unset: the true one
 
 
 def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) -> Learner:
@@ -35,9 +36,10 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     streams = Streams(config.seed, site.number + (start << 32))  # a restart repeats neither batches nor noise
     task, model = site.task, compute.model
     count = len(task.train)
-    budget = open_budget(plan, site.number, site.name, count, folder) if plan.private else None
+    declared = site.declared or count
+    budget = open_budget(plan, site.number, site.name, declared, folder) if plan.private else None
     records = task.train.with_blank() if config.privacy.fixed_work else task.train
-    batches = _batches(plan, count, streams, budget)
+    batches = _batches(plan, count, declared, streams, budget)
     return Learner(
         number=site.number,
         model=model,
@@ -50,7 +52,7 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     )
 
 
-def _batches(plan: Plan, records: int, streams: Streams, budget: Budget | None) -> Batches:
+def _batches(plan: Plan, records: int, declared: int, streams: Streams, budget: Budget | None) -> Batches:
     config = plan.config
     if config.privacy.mode == "paper":
         return ReshuffledBatches(records, config.batch_size, streams)
@@ -58,4 +60,4 @@ def _batches(plan: Plan, records: int, streams: Streams, budget: Budget | None) 
     if config.privacy.fixed_work and budget is not None:
         mechanism = budget.plan.mechanism
         rows = rows_for(records, mechanism.sample_rate, mechanism.overflow)
-    return PoissonBatches(records, config.batch_size, streams, rows)
+    return PoissonBatches(records, config.batch_size, streams, rows, declared=declared)

@@ -105,6 +105,7 @@ class Exchange:
         self.step = 0  # own steps taken when it was asked for
         self.lost = False  # restarted, and no model worth sharing yet
         self.shut = False  # the run is over: everybody is answered `busy`
+        self.watch: Callable[[int, Tensor, Tensor], None] = lambda partner, mine, theirs: None  # before each mix
         self.under_way: dict[int, Message] = {}  # partner → the last message sent to it
         self._at_once = at_once
 
@@ -221,6 +222,7 @@ class Exchange:
 
     def _mix(self, mine: Tensor, message: Message) -> None:
         assert message.snapshot is not None
+        self.watch(message.sender, mine, message.snapshot)
         if self.learner.mix(mine, message.snapshot, message.intact):
             self.tally.completed += 1
             self.tally.partners[message.sender] = self.tally.partners.get(message.sender, 0) + 1
