@@ -2,9 +2,11 @@
 
 Adp2sgdError
 ├── ConfigError       a setting is unknown, of the wrong type or impossible
+├── IdentityError     a certificate, a roster or a list of revoked certificates is missing, damaged, foreign or expired
 ├── DataError         a data file or folder is missing, damaged or of the wrong shape
 ├── PrivacyError      the run asks for a guarantee that it cannot have
 │   └── LedgerError   the record of spent privacy is damaged, foreign or in use
+├── RefusedError      one site does not accept another: certificate, roster, run or model
 └── RunError          a run that had begun cannot go on; what was recorded is kept
     ├── DivergedError a learner's model is no longer finite
     └── InterruptedRunError   the user asked it to stop; it can be resumed
@@ -43,6 +45,10 @@ class ConfigError(Adp2sgdError, ValueError):
     """A setting is unknown, of the wrong type or impossible."""
 
 
+class IdentityError(Adp2sgdError):
+    """A certificate, a roster or a list of revoked certificates is missing, damaged, foreign or expired."""
+
+
 class DataError(Adp2sgdError):
     """A data file or folder is missing, damaged or of the wrong shape."""
 
@@ -53,6 +59,10 @@ class PrivacyError(Adp2sgdError):
 
 class LedgerError(PrivacyError):
     """The record of spent privacy is damaged, belongs to other data, or is in use by another process."""
+
+
+class RefusedError(Adp2sgdError):
+    """One site does not accept another, its certificate, its run or its model. Both ends log the text."""
 
 
 class RunError(Adp2sgdError):

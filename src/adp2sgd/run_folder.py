@@ -23,18 +23,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from adp2sgd import config
 from adp2sgd.errors import ConfigError, RunError
 from adp2sgd.files import owner_only, replacing, to_json
 from adp2sgd.privacy.mechanism import Guarantee
-from adp2sgd.task import Task
-from adp2sgd.tasks import resolve
+
+if TYPE_CHECKING:  # reading a run needs no PyTorch, which takes seconds to load
+    from torch import Tensor, nn
+
+    from adp2sgd.task import Task
 
 EVENTS = "events.jsonl"
+STATUS = "status.json"
 
 
 class Measured:
@@ -123,6 +125,12 @@ class Run(Measured):
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def plot(self, theme: str = "light") -> Any:
+        """The report's figures, for a notebook: a mapping from titles to plotly figures that shows itself."""
+        from importlib import import_module
+
+        return import_module("adp2sgd.report.notebook").plot(self, theme)  # by name: the report is a layer above
+
 
 def by_number(counts: Mapping[Any, int]) -> dict[int, int]:
     """Counts whose keys are numbers again: in JSON every key is text."""
@@ -147,6 +155,9 @@ def load_model(folder: str | Path, task: str | Task | None = None) -> nn.Module:
     Guarantee: imports no code that the folder names. For a run whose task is a function of your own, `task` is its
     name, "package.module:function", or the Task that it makes.
     """
+    from adp2sgd.task import Task
+    from adp2sgd.tasks import resolve
+
     home = Folder.open(folder)
     if not (home.path / "model.safetensors").exists():
         raise ConfigError(f"{folder} holds no model.safetensors; give the folder of a finished run")

@@ -14,7 +14,10 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from adp2sgd.cli.certs import certs
 from adp2sgd.cli.privacy import Json, privacy
+from adp2sgd.cli.report import report
+from adp2sgd.cli.sites import sites
 from adp2sgd.errors import Adp2sgdError, ConfigError
 
 app = typer.Typer(
@@ -25,6 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(privacy, name="privacy")
+app.add_typer(certs, name="certs")
+app.add_typer(sites)  # join, status
+app.command(epilog="Example: adp2sgd report runs/first runs/second -o comparison.html")(report)
 
 INTERRUPTED = 130
 Settings = Annotated[

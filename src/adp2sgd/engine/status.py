@@ -15,9 +15,8 @@ from typing import Self
 
 from adp2sgd.exchange.protocol import Tally
 from adp2sgd.files import to_json
-from adp2sgd.run_folder import Folder, Measured, Point, by_number
+from adp2sgd.run_folder import STATUS, Folder, Measured, Point, by_number
 
-STATUS = "status.json"
 PERIOD_S = 1.0  # between two writes of it, at least
 SHARE = 0.02  # of the time that writing may take, at most
 
@@ -104,6 +103,17 @@ class LearnerStatus(Measured):
     epsilon: float | None = None  # at the cap
     clip_norm: float | None = None
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicStatus:
+    """What a site tells others of itself, beside its model and the step counts. It holds nothing that depends on the
+    site's records."""
+
+    site: str
+    stopped: bool = False
+    epsilon: float | None = None  # stated: what its policy lets all runs spend
+    delta: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

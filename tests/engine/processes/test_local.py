@@ -22,14 +22,14 @@ from adp2sgd.config import Config, Optimizer, Privacy, Speeds, Topology
 from adp2sgd.data.records import Records
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine import simulate
+from adp2sgd.engine.background import Background
 from adp2sgd.engine.evaluate import average, consensus
-from adp2sgd.engine.processes.background import Background
 from adp2sgd.engine.processes.control import Control, line_of
 from adp2sgd.engine.processes.observer import Observer
 from adp2sgd.engine.processes.train import train
-from adp2sgd.engine.processes.worker import Worker
 from adp2sgd.engine.setup import prepare
 from adp2sgd.engine.status import LearnerStatus, RunStatus
+from adp2sgd.engine.worker import Worker
 from adp2sgd.errors import ConfigError, DivergedError, RunError
 from adp2sgd.exchange.shared import Post, SharedCarrier, make_mail
 from adp2sgd.exchange.slots import SLOTS, Layout
@@ -331,7 +331,7 @@ def test_the_background_thread_writes_the_snapshot_and_survives_a_look_that_fail
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("adp2sgd.engine.processes.background.evaluate", fail)
+    monkeypatch.setattr("adp2sgd.engine.background.evaluate", fail)
     (tmp_path / "run").mkdir()
     folder = Folder(tmp_path / "run")
     site = SimpleNamespace(task=learner._task, plan=SimpleNamespace(seed=0, private=False))

@@ -39,6 +39,7 @@ MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 class Account:
     """A learner after its end: its ledger has the last word on what was spent."""
 
+    number: int
     budget: Budget | None
     noise_source: str
 
@@ -180,12 +181,13 @@ def _evaluated(supervisor: Supervisor, home: Folder, theta: Tensor) -> Run:
 def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Account:
     source = Streams(setup.plan.config.seed, learner)("noise", 0).name_on(setup.compute.device)
     if setup.plan.config.privacy.mode != "private":
-        return Account(None, source)
+        return Account(learner, None, source)
     try:
-        return Account(read_budget(setup.plan, learner, setup.site_names[learner], home.learner(learner)), source)
+        budget = read_budget(setup.plan, learner, setup.site_names[learner], home.learner(learner))
+        return Account(learner, budget, source)
     except LedgerError as error:
         notes.append(f"learner {learner}: {error}")
-        return Account(None, source)
+        return Account(learner, None, source)
 
 
 def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: Account) -> LearnerResult:
