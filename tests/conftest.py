@@ -21,7 +21,8 @@ from adp2sgd.gradient.privatize import PlainStep
 from adp2sgd.learner import Learner
 from adp2sgd.progress import Progress
 from adp2sgd.randomness.streams import Streams
-from adp2sgd.task import Task, resolve
+from adp2sgd.task import Task
+from adp2sgd.tasks import resolve
 
 ROOT = Path(__file__).parents[1]
 REAL_DATA = ROOT.parent / "shared" / "data"

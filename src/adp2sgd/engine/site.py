@@ -25,6 +25,7 @@ class Site:
     number: int
     name: str | None
     task: Task
+    declared: int | None = None  # a rounded number of records that the sample rate follows from; unset: the true one
 
 
 def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) -> Learner:
@@ -32,13 +33,14 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     plan, config = site.plan, site.plan.config
     streams = Streams(config.seed, site.number + (start << 32))  # a restart repeats neither batches nor noise
     records = site.task.train
-    budget = open_budget(plan, site.number, site.name, len(records), folder) if plan.private else None
+    declared = site.declared or len(records)
+    budget = open_budget(plan, site.number, site.name, declared, folder) if plan.private else None
     return Learner(
         number=site.number,
         task=site.task,
         model=compute.model,
         records=records.with_blank() if config.privacy.fixed_work else records,
-        batches=_batches(plan, len(records), streams, budget),
+        batches=_batches(plan, len(records), declared, streams, budget),
         gradient_step=compute.gradient_step(budget),
         optimizer=config.optimizer,
         progress=Progress(site.number, start, limit=plan.target_steps),
@@ -49,7 +51,7 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     )
 
 
-def _batches(plan: Plan, records: int, streams: Streams, budget: Budget | None) -> Batches:
+def _batches(plan: Plan, records: int, declared: int, streams: Streams, budget: Budget | None) -> Batches:
     config = plan.config
     if config.privacy.mode == "paper":
         return ReshuffledBatches(records, config.batch_size, streams)
@@ -57,4 +59,4 @@ def _batches(plan: Plan, records: int, streams: Streams, budget: Budget | None) 
     if config.privacy.fixed_work and budget is not None:
         mechanism = budget.plan.mechanism
         rows = rows_for(records, mechanism.sample_rate, mechanism.overflow)
-    return PoissonBatches(records, config.batch_size, streams, rows)
+    return PoissonBatches(records, config.batch_size, streams, rows, declared=declared)

@@ -187,7 +187,7 @@ def _edges(text: str) -> tuple[Edge, ...]:
     from adp2sgd import topology
 
     with suppress(Adp2sgdError):
-        settings = config.loads(text)
+        settings = config.loads_config(text)
         if settings.topology.graph != "random-regular" or settings.seed is not None:
             return tuple(sorted(topology.build(settings.topology, settings.learners, settings.seed or 0).edges))
     return ()
