@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adp2sgd.config import load
+from adp2sgd.config import load_config
 from command import Command
 from data_files import pixels, write_image
 
@@ -58,7 +58,7 @@ def test_from_a_table_to_a_private_result(command: Command, tmp_path: Path) -> N
     for secret in SECRETS:
         assert secret not in out
         assert secret not in written
-    config = load(tmp_path / "patients.toml")
+    config = load_config(tmp_path / "patients.toml")
     assert (config.learners, config.privacy.mode, config.data.partition) == (2, "private", "site")
     assert config.options["ignore"] == ["patient_id"]
     assert (config.options["encoding"], config.options["decimal"]) == ("cp1252", ",")
@@ -71,14 +71,14 @@ def test_from_a_table_to_a_private_result(command: Command, tmp_path: Path) -> N
     fill_in(tmp_path / "patients.toml")
     result = command.json("simulate", "patients.toml", "--quiet")
     assert result["guarantee"]["epsilon"] <= 3.0
-    assert result["accuracy"] > 0.7
+    assert result["metrics"]["accuracy"] > 0.7
     assert set(result["sites"]) == {"north", "south"}
 
 
 def test_a_configuration_with_open_fields_runs_without_privacy(command: Command, tmp_path: Path) -> None:
     write_patients(tmp_path / "patients.csv")
     assert command("init", "patients.csv", "--label", "pressure", "--out", "cost.toml")[0] == 0
-    config = load(tmp_path / "cost.toml")
+    config = load_config(tmp_path / "cost.toml")
     assert config.options["target"] == "number"
     assert config.options["ranges"]["pressure"] == []
     settings = ("--set", "privacy.mode=none", "--set", "epochs=2", "--set", 'options.ignore=["patient_id","ill"]')
@@ -124,7 +124,7 @@ def test_a_terminal_is_asked_for_what_only_a_person_knows(tmp_path: Path) -> Non
     os.close(ours)
     assert process.returncode == 0, shown
     assert "fill in" not in out
-    options = load(tmp_path / "patients.toml").options
+    options = load_config(tmp_path / "patients.toml").options
     assert options["classes"] == ["no", "yes"]
     assert options["ranges"] == {"age": [0, 100], "pressure": [5, 25]}
     assert options["categories"] == {"smoker": ["seldom", "past", "now"]}
@@ -140,7 +140,7 @@ def test_a_folder_of_images_tells_classes_and_sites(sites: bool, command: Comman
         path = tmp_path / "scans" / site / ("ill", "well")[number // 2 % 2] / f"{number}.png"
         write_image(path, pixels(number))
     assert command("init", "scans")[0] == 0
-    config = load(tmp_path / "scans.toml")
+    config = load_config(tmp_path / "scans.toml")
     assert config.options["classes"] == ["ill", "well"]
     assert config.learners == (2 if sites else 1)
     assert config.options.get("sites", False) == sites

@@ -17,7 +17,6 @@ from rich.text import Text
 from adp2sgd.cli.view import SPACING, plain_table, quality, text_width
 
 if TYPE_CHECKING:
-    from adp2sgd.config import Config
     from adp2sgd.engine.status import LearnerStatus, RunStatus
 
 COLUMNS = ("learner", "state", "steps", "steps/s", "staleness", "exchanges", "busy", "held-out", "ε spent")
@@ -30,11 +29,9 @@ Show = Callable[["RunStatus"], None]
 
 
 @contextmanager
-def watching(config: Config, label: str | None = None, *, quiet: bool = False) -> Iterator[Show]:
-    """Yields what an engine is to call with its status."""
+def watching(head: str, *, quiet: bool = False) -> Iterator[Show]:
+    """Yields what an engine is to call with its status. `head`: the run in a few words."""
     console = Console(stderr=True)
-    count = f"{config.learners:,} learner{'s' if config.learners != 1 else ''}"
-    head = f"{label or f'{config.task} {config.algorithm}'}, {count}"
     if quiet:
         yield lambda _: None
     elif not console.is_terminal:

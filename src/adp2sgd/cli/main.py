@@ -15,10 +15,13 @@ from typing import Annotated, Any, Optional
 import typer
 
 from adp2sgd.cli import inspect, training
+from adp2sgd.cli.certs import certs
 from adp2sgd.cli.check import check
 from adp2sgd.cli.init import init
 from adp2sgd.cli.options import Json
 from adp2sgd.cli.privacy import privacy
+from adp2sgd.cli.report import report
+from adp2sgd.cli.sites import sites
 from adp2sgd.errors import Adp2sgdError
 
 INTERRUPTED = 130
@@ -96,6 +99,12 @@ VERBS: tuple[tuple[str, Callable[..., None], str, str], ...] = (  # name, functi
         "experiments/ring8.toml --set learners=4 --set speeds.kind=one-slow",
     ),
     (
+        "report",
+        report,
+        "Write a page about a run, or compare several.",
+        "runs/first runs/second -o comparison.html",
+    ),
+    (
         "topology",
         inspect.topology,
         "Show how quickly a graph spreads information.",
@@ -112,6 +121,8 @@ VERBS: tuple[tuple[str, Callable[..., None], str, str], ...] = (  # name, functi
 for verb, function, summary, example in VERBS:
     app.command(verb, short_help=summary, epilog=f"Example: adp2sgd {verb} {example}".rstrip())(function)
 app.add_typer(privacy, name="privacy")
+app.add_typer(certs, name="certs")
+app.add_typer(sites)  # join, status
 
 
 def main() -> None:

@@ -42,9 +42,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")
 def configuration(file: Path | None, settings: list[str], trust: str | None) -> Config:
     """The configuration in a file, changed by settings. Notes about dropped fields go to standard error."""
     from adp2sgd.cli import view
-    from adp2sgd.config import Config, load, naming
+    from adp2sgd.config import Config, load_config, naming
 
-    chosen, notes = (Config() if file is None else load(file)).changed(settings)
+    chosen, notes = (Config() if file is None else load_config(file)).changed(settings)
     for note in notes:
         view.note(note)
     return naming(chosen, trust)

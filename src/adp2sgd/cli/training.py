@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from adp2sgd.cli.live import Open, opened
 from adp2sgd.cli.options import ConfigFile, Json, Quiet, Settings, Trust, configuration
 from adp2sgd.errors import ConfigError
 
@@ -31,6 +32,7 @@ def command(engine: str, summary: str) -> Callable[..., None]:
         trust: Trust = None,
         json: Json = False,
         quiet: Quiet = False,
+        browser: Open = False,
     ) -> None:
         from adp2sgd.cli import view
 
@@ -40,7 +42,7 @@ def command(engine: str, summary: str) -> Callable[..., None]:
 
         chosen, folder = _chosen(config, settings, out, resume, trust)
         drive: Callable[..., Any] = getattr(engines, engine)
-        with watching(chosen, quiet=quiet) as on_status:
+        with watching(view.named(chosen), quiet=quiet) as shown, opened(folder, shown, browser) as on_status:
             result = drive(chosen, folder, resume=resume is not None, on_status=on_status)
         view.print_json(result.to_dict()) if json else view.print_run(result)
 

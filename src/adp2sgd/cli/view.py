@@ -15,6 +15,7 @@ from rich.table import Table
 from adp2sgd.files import to_json
 
 if TYPE_CHECKING:  # tables of figures need no PyTorch, which takes seconds to load
+    from adp2sgd.config import Config
     from adp2sgd.run_folder import LearnerResult, Run
 
 
@@ -27,6 +28,12 @@ def quality(accuracy: float | None, loss: float | None) -> str:
     if accuracy is not None:
         return f"accuracy {accuracy:.1%}"
     return "not evaluated" if loss is None else f"loss {loss:.4f}"
+
+
+def named(config: Config, label: str | None = None) -> str:
+    """A run in a few words."""
+    count = f"{config.learners:,} learner{'s' if config.learners != 1 else ''}"
+    return f"{label or f'{config.task} {config.algorithm}'}, {count}"
 
 
 def note(text: str) -> None:
@@ -88,7 +95,8 @@ def print_run(run: Run) -> None:
     more = len(run.learners) - len(rows)
     table("learners" + (f" (and {more} more in result.json)" if more else ""), columns + ["ε"] * private, rows)
     for site, figures in run.sites.items():
-        print(f"site {site}: {quality(figures['accuracy'], figures['loss'])} on {figures['records']} held-out records")
+        how = quality(figures.get("accuracy"), figures.get("loss"))
+        print(f"site {site}: {how} on {figures['records']} held-out records")
     print(privacy_line(run))
     for note in run.notes:
         print(f"note: {note}")
@@ -105,6 +113,4 @@ def epsilon(learner: LearnerResult) -> str:
 
 def privacy_line(run: Run) -> str:
     """The guarantee in words, or why there is none."""
-    if run.guarantee == "none":
-        return f"guarantee: none ({run.guarantee_why})"
-    return f"guarantee: {run.guarantee['text']}"
+    return f"guarantee: none ({run.guarantee_why})" if run.guarantee is None else f"guarantee: {run.guarantee}"

@@ -78,7 +78,7 @@ def _source(records: Records, test: Bools, encoder: Encoder, fitted: str | None)
         classes=target.outputs,
         fitted=fitted,
         loss=target.loss,
-        metric=target.metric,
+        metrics=target.metrics,
         encoder=encoder,
     )
 

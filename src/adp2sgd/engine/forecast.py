@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from adp2sgd import tree
 from adp2sgd.config import Config
 from adp2sgd.data import shards
 from adp2sgd.data.records import Records
@@ -25,6 +26,7 @@ from adp2sgd.engine.threads import suited_threads
 from adp2sgd.errors import ConfigError
 from adp2sgd.gradient.proof import synthetic
 from adp2sgd.privacy.plan import plan as privacy_plan
+from adp2sgd.task import Task
 
 MEASURED_S, MOST_STEPS = 1.0, 50  # of the measured step: repeated for so long, and so often at most
 
@@ -66,7 +68,7 @@ class Check:
     held_out: int
     parameters: int
     bytes_per_exchange: int  # each way
-    record_bytes: int  # the training records of all learners
+    record_bytes: int  # the training records of all learners, as stored
     memory_bytes: int | None
     step_s: float
     forecasts: tuple[Forecast, ...]
@@ -79,6 +81,13 @@ def check(config: Config, learners: Sequence[int] = ()) -> Check:
     `learners`: numbers of learners to compare; the configuration's own where there are none.
     """
     setup = prepare(config)
+    try:
+        return _check(setup, learners)
+    finally:
+        setup.close()
+
+
+def _check(setup: Setup, learners: Sequence[int]) -> Check:
     step_s, memory = _measure(setup)
     config, task, model = setup.plan.config, setup.task, setup.compute.model
     counts = tuple(dict.fromkeys(learners)) or (config.learners,)
@@ -93,12 +102,18 @@ def check(config: Config, learners: Sequence[int] = ()) -> Check:
         held_out=len(task.test),
         parameters=sum(p.numel() for p in model.module.parameters()),
         bytes_per_exchange=size,
-        record_bytes=sum(part.nbytes for part in (task.train.inputs, task.train.targets)),
+        record_bytes=len(task.train) * _bytes_of_a_record(task),
         memory_bytes=memory,
         step_s=step_s,
         forecasts=tuple(_forecast(setup, count, step_s, size) for count in counts),
         notes=(*setup.notes, *_notes(config)),
     )
+
+
+def _bytes_of_a_record(task: Task) -> int:
+    """As it is stored: input and target."""
+    inputs, targets = task.train.blank()
+    return sum(part.element_size() * part.shape[1:].numel() for part in (*tree.tensors(inputs), targets))
 
 
 def _notes(config: Config) -> list[str]:
@@ -153,7 +168,8 @@ def _measure(setup: Setup) -> tuple[float, int | None]:
     """Seconds of a step, and the memory that a learner takes; on synthetic records and a ledger that is thrown away."""
     config, task = setup.plan.config, setup.task
     count = max(config.batch_size, min(map(len, setup.shards)))
-    records = Records(synthetic(task.train.inputs[:0], count), synthetic(task.train.targets[:0], count))
+    inputs, targets = task.train.blank()
+    records = Records(tree.each(lambda part: synthetic(part, count), inputs), synthetic(targets, count))
     privacy = config.privacy.replace(ledger=None, runs=None)
     alone = config.replace(learners=1, privacy=privacy, seed=None, data=config.data.replace(partition="iid", sizes=()))
     plan = make_plan(alone, total_samples=count)
