@@ -15,6 +15,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from adp2sgd.cli.certs import certs
+from adp2sgd.cli.live import Open, opened
 from adp2sgd.cli.privacy import Json, privacy
 from adp2sgd.cli.report import report
 from adp2sgd.cli.sites import sites
@@ -102,6 +103,7 @@ def train(
     trust: Trust = None,
     json: Json = False,
     quiet: Quiet = False,
+    browser: Open = False,
 ) -> None:
     """Run a configuration in real time on this machine, one process per learner."""
     from adp2sgd.cli import view
@@ -111,7 +113,7 @@ def train(
         from adp2sgd.cli.liveview import watching
 
     chosen, folder = _chosen(config, settings, out, resume, trust)
-    with watching(quiet) as on_status:
+    with watching(quiet) as shown, opened(folder, shown, browser) as on_status:
         run = engine.train(chosen, folder, resume=resume is not None, on_status=on_status)
     view.print_json(run.to_dict()) if json else view.print_run(run)
 

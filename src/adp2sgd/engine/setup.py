@@ -13,7 +13,7 @@ from torch import Tensor
 from adp2sgd import tree
 from adp2sgd.config import Config
 from adp2sgd.data import shards
-from adp2sgd.data.indexed import DatasetRecords
+from adp2sgd.data.indexed import DatasetRecords, start_reading
 from adp2sgd.device import AUTOCAST
 from adp2sgd.engine.compute import Compute, build_model, pick_device
 from adp2sgd.engine.evaluate import Figures, HeldOut
@@ -74,6 +74,13 @@ class Setup:
         return make_learner(self.site(number), self.compute, folder, start=start)
 
 
+    def close(self) -> None:
+        """End the processes that read datasets."""
+        for part in (self.task.train, self.task.test):
+            if isinstance(part, DatasetRecords):
+                part.reader.close()
+
+
 def prepare(config: Config, task: Task | None = None, seed: int | None = None, *, resumed: bool = False) -> Setup:
     """Load the task (or take the given one), deal out its records and build the model, all from the public seed; refuse
     what does not fit."""
@@ -91,7 +98,11 @@ def _with_workers(task: Task, workers: int) -> Task:
     """Datasets that are read by index get readers of their own, which end with the run."""
     parts = {"train": task.train, "test": task.test}
     read = {name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)}
-    return replace(task, **read) if read else task
+    if not read:
+        return task
+    task = replace(task, **read)
+    start_reading(task.test)
+    return task
 
 
 @contextmanager

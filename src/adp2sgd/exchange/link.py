@@ -119,9 +119,9 @@ class Link:
             told = self._tell(refused)
             return str(refused)
         except ClosedError as closed:
-            return str(closed)
+            return self._ending or str(closed)
         finally:
-            self._shut(told)
+            self._shut(told or self._ending is not None)
 
     def _loop(self, selector: selectors.BaseSelector) -> str:
         writing, until = False, None

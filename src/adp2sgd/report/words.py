@@ -117,5 +117,5 @@ def guarantee_rows(found: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "composition": "composition", "sampler": "sampling", "steps": "steps", "max_steps": "steps, at most",
         "threat_model": "protected against", "valid_if": "valid if", "note": "note",
     }  # fmt: skip
-    rows = [(names[key], found[key]) for key in names if found.get(key) not in (None, "")]
+    rows = [(names[key], found[key]) for key in names if found.get(key) not in (None, "", 0.0)]
     return [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in rows]

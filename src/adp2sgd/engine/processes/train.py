@@ -86,7 +86,7 @@ def _train(
         config, task, kept.get("seed"), resumed=resume
     )  # before the folder: a wrong task leaves nothing behind
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
-    with home.held():
+    with home.held(), closing(setup):
         if resume:
             _read_session(home)  # it may have ended since
         with closing(ForkServer()) as server:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from adp2sgd.config import Config
+from adp2sgd.data.indexed import start_reading
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.divergence import Watch
 from adp2sgd.engine.evaluate import Figures
@@ -72,11 +73,13 @@ def _simulate(
     saved = checkpoint.read(Folder.open(folder)) if resume else None
     # Before the folder is made: a wrong task leaves nothing behind.
     setup = prepare(config, task, saved.seed if saved else None, resumed=resume)
+    start_reading(setup.task.train)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     simulation = kind(setup, home, StatusFile(home, on_status))
     with (
         home.held(),
         home.telling_of_full_disks(),
+        closing(setup),
         closing(simulation),
         suited_threads(len(simulation.setup.compute.model.weights), config.batch_size),
     ):
