@@ -4,10 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check format clean
+.PHONY: help install demo test test-integration test-slow check format clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,8 +24,11 @@ demo: $(VENV)/installed ## train on handwritten digits with 8 learners, one of t
 	$(BIN)/adp2sgd demo
 
 test: $(VENV)/installed-dev ## run the tests (under 10 minutes)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not processes'
-	$(BIN)/python -m pytest -m 'processes and not slow'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not processes and not integration'
+	$(BIN)/python -m pytest -m 'processes and not slow and not integration'
+
+test-integration: $(VENV)/installed-dev ## run the tests that need servers, a browser or many sites
+	$(BIN)/python -m pytest -m 'integration and not slow'
 
 test-slow: $(VENV)/installed-dev ## run the long studies and soak tests too
 	$(BIN)/python -m pytest -m ''

@@ -1,6 +1,6 @@
 """What `privacy.fixed_work` costs, and what the time of a step still tells of its batch.
 
-    python benchmarks/fixed_work.py [--task digits/mlp] [--batch 64] [--engine auto] [--steps 300] [--wall] [--json]
+    python benchmarks/fixed_work.py [--task digits/mlp] [--batch 64] [--clipper auto] [--steps 300] [--wall] [--json]
 
 One learner without it and one with it take steps in turns in one process. Time is the process's CPU time, or with
 `--wall` the clock on the wall, from the draw of a batch to its noisy gradient. `correlation` is that of the ranks of
@@ -24,7 +24,7 @@ from adp2sgd.learner import Learner
 
 
 def learner_for(chosen: argparse.Namespace, folder: Path, *, fixed: bool) -> Learner:
-    privacy = Privacy(mode="private", epsilon=3.0, delta=1e-5, engine=chosen.engine, fixed_work=fixed)
+    privacy = Privacy(mode="private", epsilon=3.0, delta=1e-5, clipper=chosen.clipper, fixed_work=fixed)
     config = Config(task=chosen.task, learners=1, batch_size=chosen.batch, epochs=1000, device="cpu", privacy=privacy)
     folder.mkdir()
     return make_learner(prepare(config), 0, folder)
@@ -42,8 +42,8 @@ def measure(learners: dict[bool, Learner], steps: int, *, wall: bool) -> dict[bo
             took = clock() - began
             learner.steps += 1
             if step >= 10:
-                drawn = learner._batches.counted(learner.rows)
-                found[fixed].append((len(learner.rows) if drawn is None else drawn, took))
+                drawn = learner.sampler.batches.counted(learner.sampler.rows)
+                found[fixed].append((len(learner.sampler.rows) if drawn is None else drawn, took))
     return found
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="digits/mlp")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--engine", default="auto", choices=["auto", "loop"])
+    parser.add_argument("--clipper", default="auto", choices=["auto", "loop"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -69,9 +69,9 @@ def main() -> None:
     medians = {fixed: statistics.median(took for _, took in steps) for fixed, steps in found.items()}
     result = {
         "task": chosen.task,
-        "engine": chosen.engine,
+        "clipper": chosen.clipper,
         "batch": chosen.batch,
-        "rows": learners[True]._batches.rows,
+        "rows": learners[True].sampler.batches.rows,
         "correlation": {str(fixed): correlation(steps) for fixed, steps in found.items()},
         "ms": {str(fixed): 1e3 * median for fixed, median in medians.items()},
         "ratio": medians[True] / medians[False],
@@ -79,7 +79,7 @@ def main() -> None:
     if chosen.json:
         print(json.dumps(result, indent=2))
         return
-    print(f"{chosen.task}, {chosen.engine}: batches of {chosen.batch} in steps of {result['rows']} rows")
+    print(f"{chosen.task}, {chosen.clipper}: batches of {chosen.batch} in steps of {result['rows']} rows")
     for fixed, steps in found.items():
         name = "fixed work" if fixed else "as drawn"
         print(f"{name:12} {1e3 * medians[fixed]:8.2f} ms, correlation of time and batch {correlation(steps):+.3f}")

@@ -2,7 +2,7 @@
 
     python benchmarks/gradient.py --model resnet18 --batch 32 --device cpu --threads 2 --json
 
-Every engine does a whole step: forward, backward, per-record clipping where it is private, SGD update; no noise.
+Every clipper does a whole step: forward, backward, per-record clipping where it is private, SGD update; no noise.
 Steps are interleaved and each figure is a median over the rounds; `ratio` is the median of the rounds' own ratios to
 the plain step. `peak_mb` is measured in a process of its own: on a GPU the allocator's peak, on CPU the growth of the
 resident set from just before the first step (so without weights, inputs and libraries) to its highest mark.
@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adp2sgd.device import SETTLED, Recorded, keep_memory
+from adp2sgd.device import SETTLED, CapturedGraphs, keep_memory
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import convolution
 from adp2sgd.gradient.choose import Automatic, build
 from adp2sgd.gradient.convolution import Convolution
-from adp2sgd.gradient.recording import Recording
+from adp2sgd.gradient.tape import Tape
 from adp2sgd.models import MODELS
 from adp2sgd.task import cross_entropy
 
@@ -45,7 +45,7 @@ WAYS = ("patches", "side_by_side")
 class Transformer(nn.Module):
     """A small language model: 4 layers of width 256 over 64 tokens of a vocabulary of 4,096."""
 
-    repeatable = True  # may be recorded as a CUDA graph
+    repeatable = True  # may be captured as a CUDA graph
 
     def __init__(self, vocabulary: int = 4096, width: int = 256, layers: int = 4) -> None:
         super().__init__()
@@ -110,10 +110,10 @@ def plain(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
     return step
 
 
-def recorded(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
+def captured(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
     """The plain step as one CUDA graph: what it costs without the launching, which ours is rid of as well."""
     if options.device != "cuda":
-        raise RuntimeError("recorded steps need a GPU")
+        raise RuntimeError("captured steps need a GPU")
     model = FlatModel(module, options.device)
 
     def work(inputs: Tensor, targets: Tensor) -> None:
@@ -123,15 +123,15 @@ def recorded(module: nn.Module, batch: Batch, options: argparse.Namespace) -> St
         loss.backward()
         model.weights.add_(model.grad, alpha=-1e-3)
 
-    step = Recorded(work)
+    step = CapturedGraphs(work)
     return lambda: step(*batch)
 
 
-def ours(engine: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]:
+def ours(clipper: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]:
     def make(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
         model = FlatModel(module, options.device)
         autocast = torch.bfloat16 if options.bf16 else None
-        taken = build(model, cross_entropy, engine=engine, autocast=autocast)
+        taken = build(model, cross_entropy, clipper=clipper, autocast=autocast)
         if isinstance(taken, Automatic):
             taken.chosen = taken.choose(*batch)  # once in a run, before its first step
 
@@ -171,9 +171,9 @@ def opacus(mode: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]:
     return make
 
 
-ENGINES: dict[str, Callable[[nn.Module, Batch, argparse.Namespace], Step]] = {
+CLIPPERS: dict[str, Callable[[nn.Module, Batch, argparse.Namespace], Step]] = {
     "plain": plain,
-    "plain-recorded": recorded,
+    "plain-captured": captured,
     "ours": ours("auto"),
     "opacus-hooks": opacus("hooks"),
     "opacus-ghost": opacus("ghost"),
@@ -185,7 +185,7 @@ ENGINES: dict[str, Callable[[nn.Module, Batch, argparse.Namespace], Step]] = {
 
 
 def prepare(name: str, options: argparse.Namespace) -> Step:
-    """One engine on its own copy of the model, ready to step; the first step is part of it."""
+    """One clipper on its own copy of the model, ready to step; the first step is part of it."""
     torch.manual_seed(0)
     module, data = WORKLOADS[options.model]
     batch = data(options.batch)
@@ -193,7 +193,7 @@ def prepare(name: str, options: argparse.Namespace) -> Step:
     network = copy.deepcopy(module()).to(options.device)
     if options.channels_last and batch[0].dim() == 4:
         batch = (batch[0].contiguous(memory_format=torch.channels_last), batch[1])
-    return ENGINES[name](network, batch, options)
+    return CLIPPERS[name](network, batch, options)
 
 
 def seconds(step: Step, device: str) -> float:
@@ -207,16 +207,16 @@ def seconds(step: Step, device: str) -> float:
 
 
 def race(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All engines, a step of each in turn."""
+    """All clippers, a step of each in turn."""
     steps, rows = {}, []
-    for name in ["plain"] + [e for e in options.engines if e != "plain"]:
+    for name in ["plain"] + [e for e in options.clippers if e != "plain"]:
         try:
             step = prepare(name, options)
             for _ in range(options.warmup):
                 step()
             steps[name] = step
         except Exception as error:
-            rows.append({"engine": name, "skipped": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"})
+            rows.append({"clipper": name, "skipped": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"})
     times: dict[str, list[float]] = {name: [] for name in steps}
     until = time.perf_counter() + 10
     while (done := len(times["plain"])) < options.rounds or (done < MOST_ROUNDS and time.perf_counter() < until):
@@ -224,7 +224,7 @@ def race(options: argparse.Namespace) -> list[dict[str, Any]]:
             times[name].append(seconds(step, options.device))
     for name, taken in times.items():
         ratio = statistics.median(t / p for t, p in zip(taken, times["plain"], strict=True))
-        row = {"engine": name, "ms": round(1e3 * statistics.median(taken), 2), "ratio": round(ratio, 3)}
+        row = {"clipper": name, "ms": round(1e3 * statistics.median(taken), 2), "ratio": round(ratio, 3)}
         rows.append(row | {"peak_mb": None if options.no_memory else peak_elsewhere(name, options)})
     return sorted(rows, key=lambda row: row.get("ms", float("inf")))
 
@@ -233,14 +233,14 @@ def race(options: argparse.Namespace) -> list[dict[str, Any]]:
 def layers(options: argparse.Namespace) -> None:
     """Milliseconds of every way to take norm and sum of each convolution: what the constants of the cost rest on."""
     seen: dict[str, Convolution] = {}
-    settle = Recording._settle
+    settle = Tape._settle
 
-    def watch(self: Recording, name: str, use: Any) -> None:
+    def watch(self: Tape, name: str, use: Any) -> None:
         if isinstance(use, Convolution):
             seen[name] = use
         settle(self, name, use)
 
-    Recording._settle = watch  # type: ignore[method-assign]
+    Tape._settle = watch  # type: ignore[method-assign]
     prepare("ours", options)()
     for name, use in reversed(seen.items()):
         factors = torch.ones(use.n, device=options.device)
@@ -261,7 +261,7 @@ def layers(options: argparse.Namespace) -> None:
 
 
 def peak(name: str, options: argparse.Namespace) -> float:
-    """MiB that steps need beyond weights and inputs. On a GPU: all that is taken from it, recorded steps included."""
+    """MiB that steps need beyond weights and inputs. On a GPU: all that is taken from it, captured graphs included."""
     step = prepare(name, options)
     if options.device == "cuda":
         torch.cuda.empty_cache()
@@ -297,11 +297,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=WORKLOADS, default="resnet18")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--clippers", nargs="+", choices=CLIPPERS, default=list(CLIPPERS))
     parser.add_argument("--rounds", type=int, default=7, help="at least; quick steps get ten seconds' worth")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the first that counts")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast, for every engine")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast, for every clipper")
     parser.add_argument(
         "--tf32", action="store_true", help="TF32 for matrix products too (convolutions have it by default)"
     )
@@ -311,7 +311,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--layers", action="store_true", help="time the rules of each convolution, nothing else")
     parser.add_argument("--repeat", type=float, help="what they are taken to cost, in plain weight gradients")
-    parser.add_argument("--peak-of", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--peak-of", choices=CLIPPERS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -338,7 +338,7 @@ def main() -> None:
     print(f"{options.model}, batch {options.batch}, {machine}")
     for row in rows:
         figures = f"{row['ms']:10.2f} ms {row['ratio']:7.2f}× {row['peak_mb']} MiB" if "ms" in row else row["skipped"]
-        print(f"{row['engine']:18}{figures}")
+        print(f"{row['clipper']:18}{figures}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a device is used: the one place for torch's switches, layouts and recorded steps."""
+"""How a device is used: the one place for torch's switches, layouts and captured CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 AUTOCAST: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """`Config.precision` → the type that layers run in; weights, sums, noise and updates stay as they are."""
 
-SETTLED = 3  # batches of a shape before its step is recorded: kernels are chosen and memory is warm by then
+SETTLED = 3  # batches of a shape before its step is captured: kernels are chosen and memory is warm by then
 MOST_GRAPHS = 12
 KEPT_BYTES = 256 << 20
 
@@ -84,11 +84,11 @@ def move(rows: Tensor, device: torch.device) -> Tensor:
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
 
 
-class Recorded:
+class CapturedGraphs:
     """`work(*tensors)` as CUDA graphs, one for each shape of its tensors: hundreds of kernels by one launch.
 
-    `work` may only touch memory that stays where it is, and must do the same at every call. A shape is recorded once
-    it has come `SETTLED` times; on a CPU, for further shapes after `MOST_GRAPHS`, and where recording fails, `work`
+    `work` may only touch memory that stays where it is, and must do the same at every call. A shape is captured once
+    it has come `SETTLED` times; on a CPU, for further shapes after `MOST_GRAPHS`, and where capturing fails, `work`
     is simply called. A result is overwritten by the next call.
     """
 
@@ -102,14 +102,14 @@ class Recorded:
     def __call__(self, *tensors: Tensor) -> Any:
         if not tensors[0].is_cuda or self._failed:
             return self._work(*tensors)
-        with torch.cuda.device(tensors[0].device):  # on another one a graph would be recorded that is empty
+        with torch.cuda.device(tensors[0].device):  # on another one the captured graph would be empty
             return self._replayed(tensors)
 
     def _replayed(self, tensors: tuple[Tensor, ...]) -> Any:
         shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if shape not in self._graphs:
             self._seen[shape] += 1
-            if self._seen[shape] <= SETTLED or len(self._graphs) >= MOST_GRAPHS or not self._record(shape, tensors):
+            if self._seen[shape] <= SETTLED or len(self._graphs) >= MOST_GRAPHS or not self._capture(shape, tensors):
                 return self._work(*tensors)
         graph, given, result = self._graphs[shape]
         for place, tensor in zip(given, tensors, strict=True):
@@ -117,7 +117,7 @@ class Recorded:
         graph.replay()
         return result
 
-    def _record(self, shape: Any, tensors: tuple[Tensor, ...]) -> bool:
+    def _capture(self, shape: Any, tensors: tuple[Tensor, ...]) -> bool:
         given = tuple(tensor.clone() for tensor in tensors)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._pool = self._pool or torch.cuda.graph_pool_handle()  # one after the other, they share their memory
@@ -125,9 +125,9 @@ class Recorded:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others may use the GPU
                 result = self._work(*given)
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # torch leaves us on the recording's
+            torch.cuda.set_stream(stream)  # torch stays on the stream of the capture
             self._failed = True
-            warnings.warn(f"steps are not recorded as a CUDA graph: {str(error).splitlines()[0]}", stacklevel=4)
+            warnings.warn(f"steps are not captured as a CUDA graph: {str(error).splitlines()[0]}", stacklevel=4)
             return False
         self._graphs[shape] = (graph, given, result)
         return True
@@ -149,7 +149,7 @@ def let_go() -> None:
 
 
 def repeatable(module: nn.Module, loss: Callable[..., Any]) -> bool:
-    """Whether model and loss do the same at every call, so that they may be recorded: known of torch's and of ours.
+    """Whether model and loss do the same at every call, so that they may be captured: known of torch's and of ours.
     Code that chooses in Python (by `random`, say) does not; a module or function may say that it does by an attribute
     `repeatable = True`."""
     return all(_known(type(part)) or getattr(part, "repeatable", False) for part in module.modules()) and (

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, files that no other user may read, and JSON that every program reads."""
+"""Files: whole or not at all, for the owner alone, locked; and JSON that every program reads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def owner_only(path: str, flags: int) -> int:
 
 
 @contextmanager
-def replacing(target: Path, *, private: bool = False) -> Iterator[Path]:
-    """A temporary file that takes the place of `target` in one step, after its content is on disk.
+def replacing(target: Path, *, private: bool = False, durable: bool = True) -> Iterator[Path]:
+    """A temporary file that takes the place of `target` in one step.
 
     `private`: its owner alone may read it. Else the umask decides, whatever mode the writer has given it.
+    `durable`: its content is on disk first, so that it survives a power failure.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -30,11 +31,34 @@ def replacing(target: Path, *, private: bool = False) -> Iterator[Path]:
     try:
         yield part
         part.chmod(mode)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        if durable:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock the open file until it is unlocked or closed; False while another open file has its lock.
+
+    The lock is the kernel's, so a killed process leaves none behind. A forked process shares it.
+    Raises OSError where the file system has no locks, and ImportError where the system has none.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Also for the processes that were forked meanwhile, and have the file open too."""
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

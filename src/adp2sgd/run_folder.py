@@ -4,11 +4,12 @@ runs/NAME/config.toml                       every field that is set, defaults in
 runs/NAME/events.jsonl                      one line per evaluation of θ
 runs/NAME/learner-ID/events.jsonl           one line per step; stays at the learner
 runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledger` is set; plan.json: the cap
-runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
+runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, optimizer state
+runs/NAME/status.json                       how the run stands, at most a second old while it goes on
 runs/NAME/result.json                       what the run reports
 runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict
 
-Events, ledgers, plans and checkpoints can be read by their owner alone. For the other files the umask decides.
+Events, statuses, ledgers, plans and checkpoints can be read by their owner alone. For other files the umask decides.
 """
 
 from __future__ import annotations
@@ -17,37 +18,56 @@ import errno
 import json
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
-from adp2sgd import config
+from adp2sgd import config, files
 from adp2sgd.errors import ConfigError, RunError
 from adp2sgd.files import owner_only, replacing, to_json
-from adp2sgd.task import Task, resolve
+from adp2sgd.privacy.mechanism import Guarantee
+
+if TYPE_CHECKING:  # reading a run needs no PyTorch, which takes seconds to load
+    from torch import Tensor, nn
+
+    from adp2sgd.task import Task
 
 EVENTS = "events.jsonl"
+STATUS = "status.json"
+
+
+class Measured:
+    """What has `metrics` on held-out records, by name: the loss, and those of the task. None: could not be computed, or
+    is not finite."""
+
+    metrics: Mapping[str, float | None]
+
+    @property
+    def loss(self) -> float | None:
+        return self.metrics.get("loss")
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.metrics.get("accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(Measured):
     """One evaluation of the average model θ."""
 
     global_steps: int
     epoch: float
     seconds: float
-    loss: float | None  # None where it could not be computed, or is not finite
-    accuracy: float | None
+    metrics: Mapping[str, float | None]
     consensus: float
     learners: int | None = None  # whose models θ averages, where not all answered in time
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerResult:
+class LearnerResult(Measured):
     """One learner's public figures. `share` is p_k; staleness is in global steps."""
 
     learner: int
@@ -59,8 +79,7 @@ class LearnerResult:
     busy: int
     unconfirmed: int
     bytes_sent: int
-    loss: float | None  # None as above, and for a learner that was lost before it left a model
-    accuracy: float | None
+    metrics: Mapping[str, float | None]  # empty for a learner that was lost before it left a model
     initiated: int = 0  # of the exchanges, begun by this learner
     mixed_before: int = 0  # of these, mixed before the descent of their step
     expired: int = 0  # real engines: asked, and the partner was gone
@@ -72,16 +91,20 @@ class LearnerResult:
     max_steps: int | None = None
     clip_norm: float | None = None  # private mode: C after the last step
     site: str | None = None  # where each learner has one site's records
+    partners: Mapping[int, int] = field(default_factory=dict)  # partner → completed exchanges with it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "partners", by_number(self.partners))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Measured):
     """What a run reports; `result.json` holds the same."""
 
     task: str
     algorithm: str
-    accuracy: float | None  # of the average model θ, on held-out records
-    loss: float | None  # None where the held-out records could not be evaluated; a note says why
+    metrics: Mapping[str, float | None]  # of the average model θ, on held-out records; a note says why one is None
+    monitor: str  # the metric that decides; "-" before it: smaller is better
     seconds: float
     clock: str  # virtual or real
     global_steps: int
@@ -89,7 +112,7 @@ class Run:
     epochs: float
     consensus: float  # mean squared distance of the models from θ
     seeded: bool
-    guarantee: Any  # a dict, or "none" with the reason in guarantee_why
+    guarantee: Guarantee | None  # None: guarantee_why says why
     guarantee_why: str | None
     noise_source: str
     learners: tuple[LearnerResult, ...]
@@ -102,6 +125,17 @@ class Run:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def plot(self, theme: str = "light") -> Any:
+        """The report's figures, for a notebook: a mapping from titles to plotly figures that shows itself."""
+        from importlib import import_module
+
+        return import_module("adp2sgd.report.notebook").plot(self, theme)  # by name: the report is a layer above
+
+
+def by_number(counts: Mapping[Any, int]) -> dict[int, int]:
+    """Counts whose keys are numbers again: in JSON every key is text."""
+    return {int(number): count for number, count in counts.items()}
+
 
 def read_result(folder: str | Path) -> Run:
     """The result of a finished run."""
@@ -109,6 +143,7 @@ def read_result(folder: str | Path) -> Run:
         raw = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no result.json; give the folder of a finished run") from None
+    raw["guarantee"] = None if raw["guarantee"] is None else Guarantee(**raw["guarantee"])
     raw["learners"] = tuple(LearnerResult(**each) for each in raw["learners"])
     raw["curve"] = tuple(Point(**each) for each in raw["curve"])
     return Run(**{**raw, "notes": tuple(raw["notes"])})
@@ -120,6 +155,9 @@ def load_model(folder: str | Path, task: str | Task | None = None) -> nn.Module:
     Guarantee: imports no code that the folder names. For a run whose task is a function of your own, `task` is its
     name, "package.module:function", or the Task that it makes.
     """
+    from adp2sgd.task import Task
+    from adp2sgd.tasks import resolve
+
     home = Folder.open(folder)
     if not (home.path / "model.safetensors").exists():
         raise ConfigError(f"{folder} holds no model.safetensors; give the folder of a finished run")
@@ -179,22 +217,26 @@ class Folder:
         """Keep other processes from running here; the kernel frees the folder if this one is killed."""
         with (self.path / "config.toml").open("rb") as file:
             try:
-                import fcntl
-
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"{self.path} is in use: its run is still running; wait for it, or stop it") from None
+                if not _locked(file.fileno()):
+                    raise ConfigError(f"{self.path} is in use: its run is still running; wait for it, or stop it")
             except (ImportError, OSError):  # a system or a file system without locks
                 yield
                 return
             try:
                 yield
             finally:
-                fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
+                files.unlock(file.fileno())
+
+    @property
+    def running(self) -> bool:
+        """Whether a process runs here; False also where the file system has no locks."""
+        with suppress(ImportError, OSError), (self.path / "config.toml").open("rb") as file:
+            return not files.lock(file.fileno(), shared=True)
+        return False
 
     @property
     def settings(self) -> config.Config:
-        return config.load(self.path / "config.toml")
+        return config.load_config(self.path / "config.toml")
 
     def learner(self, number: int) -> Path:
         """The learner's own folder."""
@@ -290,9 +332,18 @@ class Folder:
                 f"{self.path} cannot be written ({reason}); mend that, then --resume goes on from its last checkpoint"
             ) from None
 
-    def replacing(self, name: str, *, private: bool = False) -> AbstractContextManager[Path]:
+    def replacing(self, name: str, *, private: bool = False, durable: bool = True) -> AbstractContextManager[Path]:
         """A temporary file that takes the place of `name` in one step; `private`: for its owner alone."""
-        return replacing(self.path / name, private=private)
+        return replacing(self.path / name, private=private, durable=durable)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the file's lock is ours now. Tries a few times, because `Folder.running` locks the file for a moment."""
+    for _ in range(5):
+        if files.lock(descriptor):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def versions() -> dict[str, str]:

@@ -50,14 +50,14 @@ def turned(gradient: Tensor) -> Tensor:
 
 
 def settled(module: nn.Module, loss=squares, expected: int = 16) -> Automatic:
-    engine = Automatic(FlatModel(module), loss, expected=expected)
+    clipper = Automatic(FlatModel(module), loss, expected=expected)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine.settle(torch.zeros(0, 6), torch.zeros(0, dtype=torch.long))
-    return engine
+        clipper.settle(torch.zeros(0, 6), torch.zeros(0, dtype=torch.long))
+    return clipper
 
 
-def influence(engine: Automatic, records: int = 26, *, passes: int = 3) -> float:
+def influence(clipper: Automatic, records: int = 26, *, passes: int = 3) -> float:
     """How far a record moves the sum, in clip norms: the largest of several records and batches. Records are of very
     different size."""
     worst = 0.0
@@ -65,21 +65,21 @@ def influence(engine: Automatic, records: int = 26, *, passes: int = 3) -> float
         warnings.simplefilter("ignore")
         for _ in range(passes):
             x, y = torch.randn(records, 6) * (3 * torch.randn(records, 1)).exp(), torch.randint(0, 3, (records,))
-            whole = engine.clipped_sum(x, y, CLIP).total.double()
+            whole = clipper.clipped_sum(x, y, CLIP).total.double()
             for left_out in range(0, records, 7):
                 rest = torch.arange(records) != left_out
-                moved = whole - engine.clipped_sum(x[rest], y[rest], CLIP).total.double()
+                moved = whole - clipper.clipped_sum(x[rest], y[rest], CLIP).total.double()
                 worst = max(worst, float(moved.norm()) / CLIP)
     return worst
 
 
-def assert_the_loops(engine: Automatic) -> None:
+def assert_the_loops(clipper: Automatic) -> None:
     """Its sum is that of the records taken one by one."""
     x, y = torch.randn(26, 6) * (3 * torch.randn(26, 1)).exp(), torch.randint(0, 3, (26,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = engine.clipped_sum(x, y, CLIP).total
-    assert torch.allclose(found.double(), Loop(engine.model, squares).clipped_sum(x, y, CLIP).total, atol=1e-5)
+        found = clipper.clipped_sum(x, y, CLIP).total
+    assert torch.allclose(found.double(), Loop(clipper.model, squares).clipped_sum(x, y, CLIP).total, atol=1e-5)
 
 
 # --- Hooks and backward passes of a model's own ---
@@ -185,14 +185,14 @@ def every_module_hook(net: Net) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("hook", [module_hook, module_pre_hook, parameter_hook, every_module_hook])
 def test_hooks_of_modules_and_parameters_cannot_couple_records(hook, late):
-    """Also where they are set after the engine was chosen, on a model of torch's own layers."""
+    """Also where they are set after the clipper was chosen, on a model of torch's own layers."""
     net = nn.Sequential(OrderedDict(first=nn.Linear(6, 8), between=nn.ReLU(), last=nn.Linear(8, 3)))
-    engine = settled(net) if late else None
+    clipper = settled(net) if late else None
     hook(net)
     try:
-        engine = engine or settled(net)
-        assert influence(engine) <= 1 + 1e-5
-        assert_the_loops(engine)
+        clipper = clipper or settled(net)
+        assert influence(clipper) <= 1 + 1e-5
+        assert_the_loops(clipper)
     finally:
         if hook is every_module_hook:
             net.handle.remove()
@@ -234,9 +234,9 @@ def counted_elsewhere(h: Tensor) -> Tensor:
 
 
 def test_a_hook_of_a_later_call_is_seen_where_the_count_cannot_be_set_back():
-    engine = settled(Net(counted_elsewhere))
-    assert engine.chosen is engine.bookkeeping
-    assert influence(engine, passes=20) <= 1 + 1e-5
+    clipper = settled(Net(counted_elsewhere))
+    assert clipper.chosen is clipper.bookkeeping
+    assert influence(clipper, passes=20) <= 1 + 1e-5
     assert next(TICKS) > 60
 
 
@@ -259,16 +259,16 @@ class WeightTwice(Net):
 
 
 def test_a_weight_that_a_function_of_the_models_own_reads_keeps_its_gradient():
-    engine = settled(WeightTwice())
+    clipper = settled(WeightTwice())
     x, y = 100 * torch.randn(5, 6), torch.randint(0, 3, (5,))
-    found = engine.clipped_sum(x, y, float("inf")).total
-    wide, parameters = WeightTwice().double(), [piece.name for piece in engine.model.slices]
-    wide.load_state_dict(engine.model.module.state_dict())
+    found = clipper.clipped_sum(x, y, float("inf")).total
+    wide, parameters = WeightTwice().double(), [piece.name for piece in clipper.model.slices]
+    wide.load_state_dict(clipper.model.module.state_dict())
     squares(wide(x.double()), y).sum().backward()
     named = dict(wide.named_parameters())
     expected = torch.cat([named[name].grad.flatten() for name in parameters])
     assert float((found.double() - expected).norm()) <= 1e-5 * float(expected.norm())
-    assert influence(engine) <= 1 + 1e-5
+    assert influence(clipper) <= 1 + 1e-5
 
 
 # --- Rows in another order, and sizes ---
@@ -303,9 +303,9 @@ class Permuting(Net):
 )
 def test_rows_in_another_order_are_never_taken_for_other_records(how, when):
     """Also in batches of a size that no check has tried."""
-    engine = settled(Permuting(how, when))
-    assert influence(engine) <= 1 + 1e-5
-    assert_the_loops(engine)
+    clipper = settled(Permuting(how, when))
+    assert influence(clipper) <= 1 + 1e-5
+    assert_the_loops(clipper)
 
 
 # --- Coupling in the forward pass that starts beyond the probes ---

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
 from adp2sgd.config import ALGORITHMS, Config, Optimizer, Privacy, Speeds
-from adp2sgd.data.batches import PoissonBatches
+from adp2sgd.data.batches import Batch, PoissonBatches
 from adp2sgd.data.records import Records
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine import simulate
@@ -37,6 +37,7 @@ from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.randomness.streams import Streams
 from adp2sgd.run_folder import Folder, read_result
 from adp2sgd.task import Task, cross_entropy
+from conftest import gradient_of
 from faults import Faults
 
 WIDTH = 4
@@ -80,8 +81,8 @@ class Watched(NoiseSource):
 def private_step(*, clip_norm: float, quantile: float = 0.5, count_noise: float = 5.0) -> tuple[FlatModel, PrivateStep]:
     model = FlatModel(Line())
     adaptation = Adaptation(quantile=quantile, rate=0.2, count_noise=count_noise, start=clip_norm)
-    engine = choose.build(model, itself, piece=256)
-    return model, PrivateStep(engine, clip_norm=clip_norm, noise_multiplier=2.0, adaptation=adaptation)
+    clipper = choose.build(model, itself, piece=256)
+    return model, PrivateStep(clipper, clip_norm=clip_norm, noise_multiplier=2.0, adaptation=adaptation)
 
 
 # ---------------------------------------------------------------- one step
@@ -98,7 +99,8 @@ def test_the_clip_norm_finds_the_quantile_of_the_norms(quantile: float, start: f
     logarithms = []
     for number in range(700):
         inputs = population[batches.draw(number)]
-        step(model, inputs, torch.zeros(len(inputs)), 100.0, NoiseSource.from_seed(0, 0, f"noise/{number}"))
+        noise = NoiseSource.from_seed(0, 0, f"noise/{number}")
+        gradient_of(step, model, Batch(inputs, torch.zeros(len(inputs)), 100.0), noise)
         logarithms.append(math.log(step.clip_norm))
     truth = math.log(float(norms.quantile(quantile)))
     assert abs(logarithms[0] - truth) > 1  # it had a way to go
@@ -110,7 +112,7 @@ def test_sum_and_count_are_noised_by_the_clip_norm_in_force_and_then_it_moves() 
     noise, clip_norms = Watched(), [1.0]
     inputs = records_of(torch.tensor([0.2, 0.3, 5.0, 6.0, 7.0, 8.0]))
     for _ in range(20):
-        step(model, inputs, torch.zeros(6), 8.0, noise)
+        gradient_of(step, model, Batch(inputs, torch.zeros(6), 8.0), noise)
         clip_norms.append(step.clip_norm)
     sums, counts = noise.drawn[::2], noise.drawn[1::2]
     assert sums == [(WIDTH, 2.0 * clip_norm, torch.float32) for clip_norm in clip_norms[:-1]]
@@ -141,11 +143,11 @@ def test_one_record_moves_sum_and_count_by_no_more_than_one_gaussian_allows(
     """Each in units of its noise, both together: at most 1/z of what the accountant sees."""
     count_noise = 1.2 * accounted
     own = beside_count(accounted, count_noise)
-    engine = choose.build(FlatModel(Line()), itself)
+    clipper = choose.build(FlatModel(Line()), itself)
     inputs = records_of(torch.tensor(norms))
     moved = []
     for some in (inputs, inputs[:-1]):
-        clipped = engine.clipped_sum(some, torch.zeros(len(some)), clip_norm)
+        clipped = clipper.clipped_sum(some, torch.zeros(len(some)), clip_norm)
         in_noise = clipped.total.double() / (own * clip_norm), balance(clipped.norms, clip_norm).view(1) / count_noise
         moved.append(torch.cat(in_noise))
     distance = float((moved[0] - moved[1]).norm())
@@ -155,14 +157,14 @@ def test_one_record_moves_sum_and_count_by_no_more_than_one_gaussian_allows(
 
 
 def test_a_record_without_a_finite_gradient_counts_as_one_above() -> None:
-    engine = choose.build(FlatModel(Line()), itself)
+    clipper = choose.build(FlatModel(Line()), itself)
     good = records_of(torch.tensor([0.1, 0.2, 30.0, 40.0, 50.0]))
     for bad in (math.nan, math.inf, 3e38):
         inputs = torch.cat([good, torch.full((1, WIDTH), bad)])
-        norms = engine.clipped_sum(inputs, torch.zeros(6), 1.0).norms
+        norms = clipper.clipped_sum(inputs, torch.zeros(6), 1.0).norms
         assert float(balance(norms, 1.0)) == -1.0
         model, step = private_step(clip_norm=1.0)
-        step(model, inputs, torch.zeros(6), 4.0, Watched())
+        gradient_of(step, model, Batch(inputs, torch.zeros(6), 4.0), Watched())
         assert math.isfinite(step.clip_norm)
 
 
@@ -224,7 +226,7 @@ def by_hand(config: Config) -> tuple[Tensor, float]:
     """Weights and clip norm of a lone learner after plain DP-SGD, written down in the order of the paper."""
     privacy, prepared = config.privacy, prepare(config)
     model, task, velocity = prepared.compute.model, prepared.task, torch.zeros_like(prepared.compute.model.weights)
-    engine = choose.build(model, task.loss, copies=privacy.copies, piece=SEEDED_PIECE // privacy.copies)
+    clipper = choose.build(model, task.loss, copies=privacy.copies, piece=SEEDED_PIECE // privacy.copies)
     records, clip_norm = task.train.take(prepared.shards[0]), privacy.clip_norm
     own = privacy.noise_multiplier
     if privacy.clip_quantile is not None:
@@ -236,7 +238,7 @@ def by_hand(config: Config) -> tuple[Tensor, float]:
         if task.augment is not None:
             inputs, targets = (part.repeat_interleave(privacy.copies, dim=0) for part in (inputs, targets))
             inputs = task.augment(inputs, stream["augment"].torch_generator())
-        clipped = engine.clipped_sum(inputs, targets, clip_norm)
+        clipped = clipper.clipped_sum(inputs, targets, clip_norm)
         noisy = torch.empty_like(model.weights)
         stream["noise"].add_normal(clipped.total, own * clip_norm, out=noisy, divisor=config.batch_size)
         velocity = velocity.mul(config.optimizer.momentum).add(noisy)
@@ -279,7 +281,7 @@ def test_epsilon_is_that_of_constant_clipping_and_each_step_is_charged_once(
     monkeypatch.setattr(Budget, "draw", charge)
     monkeypatch.setattr(NoiseSource, "add_normal", watch)
     run = simulate(ADAPTIVE.replace(privacy=ADAPTIVE.privacy.replace(**goal), learners=3), tmp_path / "run")
-    assert run.guarantee["epsilon"] == constant.guarantee["epsilon"]
+    assert run.guarantee.epsilon == constant.guarantee.epsilon
     assert [each.max_steps for each in run.learners] == [each.max_steps for each in constant.learners]
     assert len(charged) == run.global_steps == len(drawn) / 2
     (accounted,) = set(charged)
@@ -401,9 +403,9 @@ def test_a_records_copies_are_averaged_and_clipped_once(tmp_path: Path, monkeypa
     learner = prepare(config).learner(0, tmp_path)
     monkeypatch.setattr(NoiseSource, "add_normal", Silent.add_normal)
     learner.begin()
-    stored = learner._feed.take()
+    stored = learner.sampler._feed.take()
     found = learner.gradient().vector
-    module, rows = learner._model.module, len(learner.rows)
+    module, rows = learner._model.module, len(learner.sampler.rows)
     assert rows > 5
     generator = NoiseSource.from_seed(0, 0, "augment/0").torch_generator()
     seen = shift(stored[0].repeat_interleave(3, dim=0), generator).view(rows, 3, 2)
@@ -424,10 +426,10 @@ def test_a_records_copies_are_averaged_and_clipped_once(tmp_path: Path, monkeypa
 @settings(max_examples=30)
 @given(st.lists(Norm, min_size=1, max_size=5), st.integers(2, 4), st.integers(0, 2**32 - 1))
 def test_one_record_with_all_its_copies_moves_sum_and_count_as_one(norms: list[float], copies: int, seed: int) -> None:
-    engine = choose.build(FlatModel(Line()), itself, copies=copies, piece=2)
+    clipper = choose.build(FlatModel(Line()), itself, copies=copies, piece=2)
     inputs = records_of(torch.tensor(norms)).repeat_interleave(copies, dim=0)
     inputs = inputs * (1 + torch.rand(inputs.shape, generator=Generator().manual_seed(seed)))
-    both, alone = (engine.clipped_sum(some, torch.zeros(len(some)), 0.5) for some in (inputs, inputs[:-copies]))
+    both, alone = (clipper.clipped_sum(some, torch.zeros(len(some)), 0.5) for some in (inputs, inputs[:-copies]))
     assert len(both.norms) == len(norms)
     assert float((both.total.double() - alone.total.double()).norm()) <= 0.5 * (1 + 1e-6)
     assert abs(float(balance(both.norms, 0.5) - balance(alone.norms, 0.5))) <= 0.5
@@ -435,7 +437,7 @@ def test_one_record_with_all_its_copies_moves_sum_and_count_as_one(norms: list[f
 
 def test_copies_cost_no_privacy_and_change_the_gradient() -> None:
     one, three = (simulate(COPIES.replace(privacy=COPIES.privacy.replace(copies=m))) for m in (1, 3))
-    assert one.guarantee["epsilon"] == three.guarantee["epsilon"]
+    assert one.guarantee.epsilon == three.guarantee.epsilon
     assert one.loss != three.loss
 
 
@@ -453,14 +455,14 @@ def test_memory_is_counted_in_records_times_copies(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(choose, "free_bytes", lambda device: 2000)
     pieces = {}
     for copies in (1, 4):
-        engine = choose.build(model, cross_entropy, copies=copies)
-        engine.clipped_sum(inputs, targets, 1.0)
-        pieces[copies] = engine.bookkeeping.piece
+        clipper = choose.build(model, cross_entropy, copies=copies)
+        clipper.clipped_sum(inputs, targets, 1.0)
+        pieces[copies] = clipper.bookkeeping.piece
         log.unlink()
-        engine.clipped_sum(inputs, targets, 1.0)
+        clipper.clipped_sum(inputs, targets, 1.0)
         assert max(map(int, log.read_text().split())) == min(60, pieces[copies] * copies)
     assert pieces[4] == pytest.approx(pieces[1] / 4, abs=1)
-    seeded = prepare(COPIES).compute.engine
+    seeded = prepare(COPIES).compute.clipper
     assert isinstance(seeded, choose.Automatic)
     assert seeded.piece == SEEDED_PIECE // 3
 
@@ -478,8 +480,8 @@ def test_record_by_record_no_weights_can_couple_records():
         network[1].weight[1, :size] = scale * direction
     model = FlatModel(network)
     rows, labels = torch.randn(1, size, generator=generator).repeat(17, 1), torch.zeros(17, dtype=torch.int64)
-    engine = choose.build(model, cross_entropy, engine="loop")
-    sums = [engine.clipped_sum(rows[:n], labels[:n], 1.0).total.double() for n in (14, 15, 16, 17)]
+    clipper = choose.build(model, cross_entropy, clipper="loop")
+    sums = [clipper.clipped_sum(rows[:n], labels[:n], 1.0).total.double() for n in (14, 15, 16, 17)]
     moves = [float(torch.linalg.vector_norm(more - less)) for less, more in itertools.pairwise(sums)]
     assert max(moves) <= 1 + 1e-5
 
@@ -490,12 +492,12 @@ def test_the_loop_can_be_asked_for():
         learners=2,
         epochs=0.05,
         seed=0,
-        privacy=Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, engine="loop"),
+        privacy=Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, clipper="loop"),
     )
-    assert isinstance(prepare(chosen).compute.engine, Loop)
-    assert simulate(chosen).guarantee != "none"
+    assert isinstance(prepare(chosen).compute.clipper, Loop)
+    assert simulate(chosen).guarantee is not None
     with pytest.raises(ConfigError, match="loop"):
-        Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, engine="functional")
+        Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, clipper="functional")
 
 
 @pytest.mark.parametrize("clip_norm", [1e-12, 2.2e-7, 1e-6, 0.1, 1.0])

@@ -175,7 +175,7 @@ class Rows(TorchDispatchMode):
 
 
 def traced(work: Any) -> tuple[Any, list[tuple[Any, ...]]]:
-    """The engines refuse dispatch modes, of which they cannot know what they do; this one only looks on."""
+    """The clippers refuse dispatch modes, of which they cannot know what they do; this one only looks on."""
     with Rows() as rows, patch.object(torch._C, "_len_torch_dispatch_stack", lambda: 0):
         result = work()
     return result, rows.trace
@@ -208,30 +208,30 @@ class Tokens(nn.Module):
         return nn.functional.linear(hidden, self.table.weight)
 
 
-ENGINES = {"loop": {}, "functional": {}, "book-keeping": {}, "in pieces": {"piece": 5}}
+CLIPPERS = {"loop": {}, "functional": {}, "book-keeping": {}, "in pieces": {"piece": 5}}
 
 
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("kind", [Picky, Tokens])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", CLIPPERS)
 def test_what_fills_up_a_batch_adds_nothing_and_changes_no_operation(
     name: str, kind: type[nn.Module], copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fillers and a bad record give NaN; the sum stays that of the good records, by the same operations."""
     model = FlatModel(kind())
-    engine = choose.build(
-        model, cross_entropy, engine=name.replace("in pieces", "book-keeping"), copies=copies, **ENGINES[name]
+    clipper = choose.build(
+        model, cross_entropy, clipper=name.replace("in pieces", "book-keeping"), copies=copies, **CLIPPERS[name]
     )
-    loop = choose.build(model, cross_entropy, engine="loop", copies=copies)
+    loop = choose.build(model, cross_entropy, clipper="loop", copies=copies)
     inputs = torch.randn(12, 1, 8, 8).repeat_interleave(copies, 0)
     targets = torch.randint(0, 10, (12,)).repeat_interleave(copies, 0)
     inputs[:copies] = math.nan  # record 0 has no finite gradient
-    engine.clipped_sum(inputs, targets, 0.5, 12)  # the model's program is proven once, on synthetic records
+    clipper.clipped_sum(inputs, targets, 0.5, 12)  # the model's program is proven once, on synthetic records
     traces = []
     for records in (0, 1, 5, 7, 12):
         batch = inputs.clone()
         batch[records * copies :] = 0
-        found, trace = traced(lambda: engine.clipped_sum(batch, targets, 0.5, records))  # noqa: B023
+        found, trace = traced(lambda: clipper.clipped_sum(batch, targets, 0.5, records))  # noqa: B023
         expected = loop.clipped_sum(inputs[copies : records * copies], targets[copies : records * copies], 0.5)
         torch.testing.assert_close(found.total.double(), expected.total, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(found.norms[1:records], expected.norms, rtol=1e-4, atol=1e-6)
@@ -241,7 +241,7 @@ def test_what_fills_up_a_batch_adds_nothing_and_changes_no_operation(
     assert len(traces[0]) > 20
     assert all(trace == traces[0] for trace in traces)
     monkeypatch.setattr(bookkeeping, "on_gpu", lambda device: True)  # as a GPU takes batches
-    again = engine.clipped_sum(inputs, targets, 0.5, 7)
+    again = clipper.clipped_sum(inputs, targets, 0.5, 7)
     expected = loop.clipped_sum(inputs[copies : 7 * copies], targets[copies : 7 * copies], 0.5)
     torch.testing.assert_close(again.total.double(), expected.total, rtol=1e-4, atol=1e-6)
 
@@ -288,18 +288,18 @@ def traces_of_steps(settings: Config, folder: Path) -> tuple[list[int], list[lis
         learner.steps = number
         _, trace = traced(step)
         traces.append(trace)
-        sizes.append(int((learner.rows < 100).sum()))
+        sizes.append(int((learner.sampler.rows < 100).sum()))
     assert learner.budget is not None
     learner.budget.close()
     return sizes, traces
 
 
 @pytest.mark.parametrize("quantile", [None, 0.5])
-@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("clipper", ["auto", "loop"])
 def test_the_operations_of_a_step_do_not_depend_on_its_batch(
-    engine: str, quantile: float | None, tmp_path: Path
+    clipper: str, quantile: float | None, tmp_path: Path
 ) -> None:
-    privacy = SETTINGS.privacy.replace(engine=engine, clip_quantile=quantile, count_noise=quantile and 3.0)
+    privacy = SETTINGS.privacy.replace(clipper=clipper, clip_quantile=quantile, count_noise=quantile and 3.0)
     usual = SETTINGS.replace(privacy=privacy)
     sizes, traces = traces_of_steps(usual, tmp_path / "usual")
     assert len(set(sizes)) > 3
@@ -309,10 +309,10 @@ def test_the_operations_of_a_step_do_not_depend_on_its_batch(
     assert all(trace == fixed[0] for trace in fixed)
 
 
-@pytest.mark.parametrize("engine", ["auto", "loop"])
-def test_a_run_of_fixed_work_learns_the_same(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("clipper", ["auto", "loop"])
+def test_a_run_of_fixed_work_learns_the_same(clipper: str, tmp_path: Path) -> None:
     """With the same seed: the batches, the clipped sums and the noise are those of a run without it."""
-    usual = SETTINGS.replace(privacy=SETTINGS.privacy.replace(engine=engine, clip_quantile=0.4, count_noise=3.0))
+    usual = SETTINGS.replace(privacy=SETTINGS.privacy.replace(clipper=clipper, clip_quantile=0.4, count_noise=3.0))
     runs = {}
     for fixed in (False, True):
         settings = usual.replace(privacy=usual.privacy.replace(fixed_work=fixed))
@@ -321,9 +321,9 @@ def test_a_run_of_fixed_work_learns_the_same(engine: str, tmp_path: Path) -> Non
     assert plain.loss == pytest.approx(fixed_run.loss, rel=1e-4)
     for one, other in zip(plain.learners, fixed_run.learners, strict=True):
         assert one.clip_norm == pytest.approx(other.clip_norm, rel=1e-4)
-    assert plain.guarantee["epsilon"] < fixed_run.guarantee["epsilon"] < 1.01 * plain.guarantee["epsilon"]
-    assert plain.guarantee["threat_model"] == THREAT_MODEL
-    assert fixed_run.guarantee["threat_model"] == TIMED_THREAT_MODEL
+    assert plain.guarantee.epsilon < fixed_run.guarantee.epsilon < 1.01 * plain.guarantee.epsilon
+    assert plain.guarantee.threat_model == THREAT_MODEL
+    assert fixed_run.guarantee.threat_model == TIMED_THREAT_MODEL
     ((mechanism, _),) = read(tmp_path / "True/learner-0/ledger.jsonl").spent().parts
     assert mechanism.overflow > 0
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adp2sgd.gradient.keeping import RULES
 from adp2sgd.gradient.layouts import UNIFORM, Value, located
 from adp2sgd.gradient.program import Writer, unite
-from adp2sgd.gradient.recording import Recording
+from adp2sgd.gradient.tape import Tape
 from adp2sgd.gradient.vocabulary import EMPTY, FACTORIES, functions
 
 DRAWING = {
@@ -97,7 +97,7 @@ def accepted(func: Callable[..., Any], way: tuple[Argument, ...], x: Tensor, z: 
     for n in SIZES:
         one, other = x[:n].clone(), z[:n].clone()
         writer = Writer(nn.Module(), one, other)
-        with Recording({"unused": nn.Parameter(torch.zeros(1))}, [], n, writer):
+        with Tape({"unused": nn.Parameter(torch.zeros(1))}, [], n, writer):
             written.append((writer, called(func, way, one, other)))
     (first, out), (second, also) = written
     if out is None or also is None or first.ref(out) is None:

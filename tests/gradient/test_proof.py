@@ -1,4 +1,4 @@
-"""Which functions are proven to keep the records of a batch apart, and what a model may do without a slower engine."""
+"""Which functions are proven to keep the records of a batch apart, and what a model may do without a slower clipper."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_functions_of_single_records_keep_the_fast_engine_and_equal_the_loop(name):
+def test_functions_of_single_records_keep_the_fast_clipper_and_equal_the_loop(name):
     model = FlatModel(Around(KEPT[name]).double())
-    engine = BookKeeping(model, cross_entropy)
+    clipper = BookKeeping(model, cross_entropy)
     for records in (1, 2, 5, 7, 10):
         x, y = batch(records)
-        found, expected = (e.clipped_sum(x, y, 0.1) for e in (engine, Loop(model, cross_entropy)))
+        found, expected = (e.clipped_sum(x, y, 0.1) for e in (clipper, Loop(model, cross_entropy)))
         assert torch.allclose(found.total.double(), expected.total, rtol=1e-9, atol=1e-12)
         assert torch.allclose(found.norms, expected.norms, rtol=1e-9)
 
@@ -162,7 +162,7 @@ MIXED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_functions_that_may_mix_records_are_refused_by_the_fast_engine(name):
+def test_functions_that_may_mix_records_are_refused_by_the_fast_clipper(name):
     model = FlatModel(Around(MIXED[name]).double())
     with pytest.raises(UnsupportedError):
         BookKeeping(model, cross_entropy).clipped_sum(*batch(7), 0.1)
@@ -207,14 +207,14 @@ class Cells(nn.Module):
 
 
 @pytest.mark.parametrize(("module", "shape"), [(Windowed, (3, 8, 8)), (Cells, (4, 6))])
-def test_ordinary_models_of_a_users_own_keep_the_fast_engine_at_every_pass(module, shape):
-    engine = Automatic(FlatModel(module()), cross_entropy, expected=16)
+def test_ordinary_models_of_a_users_own_keep_the_fast_clipper_at_every_pass(module, shape):
+    clipper = Automatic(FlatModel(module()), cross_entropy, expected=16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine.settle(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.long))
+        clipper.settle(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.long))
         for records in (9, 1, 16, 31):
-            engine.clipped_sum(torch.randn(records, *shape), torch.randint(0, 3, (records,)), 0.1)
-    assert engine.chosen is engine.bookkeeping
+            clipper.clipped_sum(torch.randn(records, *shape), torch.randint(0, 3, (records,)), 0.1)
+    assert clipper.chosen is clipper.bookkeeping
 
 
 # --- What a model keeps in Python ---
@@ -295,15 +295,15 @@ def test_the_loop_starts_every_record_from_the_same(how):
     assert not model.grad.any()
 
 
-@pytest.mark.parametrize("engine", [BookKeeping, Functional, Loop])
-def test_a_layer_in_place_does_not_change_the_batch(engine):
-    """A record without a finite gradient made the fast engine read the batch again, as the layer had left it."""
+@pytest.mark.parametrize("clipper", [BookKeeping, Functional, Loop])
+def test_a_layer_in_place_does_not_change_the_batch(clipper):
+    """A record without a finite gradient made the fast clipper read the batch again, as the layer had left it."""
     model = FlatModel(nn.Sequential(nn.LeakyReLU(0.1, inplace=True), nn.Linear(6, 3)))
     x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
-    expected = engine(model, cross_entropy).clipped_sum(x[1:].clone(), y[1:], 0.1).total
+    expected = clipper(model, cross_entropy).clipped_sum(x[1:].clone(), y[1:], 0.1).total
     x[0, 0] = math.nan
     before = x.clone()
-    found = engine(model, cross_entropy).clipped_sum(x, y, 0.1).total
+    found = clipper(model, cross_entropy).clipped_sum(x, y, 0.1).total
     assert torch.allclose(found, expected, rtol=1e-5)
     assert torch.equal(x.nan_to_num(7), before.nan_to_num(7))
 
@@ -325,9 +325,9 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize("kind", ["buffer", "frozen"])
 def test_what_a_large_record_writes_is_put_back(kind):
-    engine = Loop(FlatModel(Written(kind)), cross_entropy)
+    clipper = Loop(FlatModel(Written(kind)), cross_entropy)
     x, y = torch.randn(5, 6), torch.randint(0, 3, (5,))
     x[0] = 1000.0
-    without = engine.clipped_sum(x[1:], y[1:], 0.1).total
-    moved = engine.clipped_sum(x, y, 0.1).total - without
+    without = clipper.clipped_sum(x[1:], y[1:], 0.1).total
+    moved = clipper.clipped_sum(x, y, 0.1).total - without
     assert float(moved.norm()) <= 0.1 * (1 + 1e-5)

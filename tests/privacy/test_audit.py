@@ -49,7 +49,7 @@ def as_stored(inputs: Tensor) -> Tensor:
 def unlabelled(model: Callable[[], nn.Module], inputs: Tensor) -> Task:
     whole = Records(inputs, torch.zeros(len(inputs), dtype=torch.int64))
     held_out = whole.take(torch.arange(2))
-    return Task(model=model, train=whole, test=held_out, loss=itself, prepare=as_stored, metric="loss")
+    return Task(model=model, train=whole, test=held_out, loss=itself, prepare=as_stored)
 
 
 # ---------------------------------------------------------------- white box
@@ -217,7 +217,7 @@ def outcomes(setup: Setup, claim: float, seeds: range) -> Iterator[float]:
     for seed in seeds:
         setup.compute.model.load(initial)
         plan = replace(setup.plan, config=setup.plan.config.replace(seed=seed), seed=seed)
-        compute = copy(setup.compute)  # shares the model and the settled gradient engine
+        compute = copy(setup.compute)  # shares the model and the settled gradient clipper
         compute.plan = plan
         own = replace(setup, plan=plan, compute=compute)
         with tempfile.TemporaryDirectory(dir=FRESH) as folder:
@@ -227,7 +227,7 @@ def outcomes(setup: Setup, claim: float, seeds: range) -> Iterator[float]:
                 simulation.start()
                 run = simulation.run()
             assert run.learners[0].steps == STEPS
-            assert 0.99 * claim < run.guarantee["epsilon"] <= claim
+            assert 0.99 * claim < run.guarantee.epsilon <= claim
             yield float(home.load_tensors("model.safetensors")[0]["weight"][0])
 
 
@@ -258,7 +258,7 @@ def claiming(epsilon: float) -> Config:
         options={"canary": True},
         optimizer=Optimizer(lr=1.0),
         privacy=Privacy(
-            mode="private", delta=DELTA, clip_norm=CLIP, headroom=1.0, engine="loop",
+            mode="private", delta=DELTA, clip_norm=CLIP, headroom=1.0, clipper="loop",
             noise_multiplier=noise_for(epsilon=epsilon, delta=DELTA, sample_rate=0.5, steps=STEPS),
         ),
     )  # fmt: skip

@@ -26,7 +26,7 @@ from adp2sgd.errors import LedgerError
 from adp2sgd.privacy import ledger as ledger_module
 from adp2sgd.privacy.ledger import WIDTH, Ledger, read
 from adp2sgd.privacy.mechanism import SampledGaussian
-from adp2sgd.privacy.statement import statement
+from adp2sgd.privacy.spent import spent_in
 from adp2sgd.task import Task, cross_entropy
 
 STEP = SampledGaussian(2.0, 0.08192)
@@ -318,7 +318,7 @@ def test_what_is_no_regular_file_is_refused_at_once(kind, path):
 def test_a_named_pipe_among_ledgers_does_not_hang_the_statement(used):
     os.mkfifo(used.with_name("pipe.jsonl"))
     with pytest.raises(LedgerError, match=r"pipe.jsonl is a named pipe"):
-        statement(used.parent, 1e-5)
+        spent_in(used.parent, 1e-5)
 
 
 def no_locks(*_):
@@ -487,7 +487,7 @@ def test_kills_at_random_instants_never_hide_a_step_nor_repeat_noise(kills, tmp_
         privacy=Privacy(mode="private", noise_multiplier=2.0, delta=1e-4),
     )
     setup, instants = prepare(settings), random.Random(7)
-    assert setup.compute.engine  # settled before the first birth, as by the process that learners come from
+    assert setup.compute.clipper  # settled before the first birth, as by the process that learners come from
     log = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for life in range(kills):
         killed(setup, tmp_path, log, after_s=instants.uniform(0, 0.05), training=life % 4 > 0)

@@ -12,9 +12,9 @@ from adp2sgd.settings import Section, one_of, require
 
 MODES = ("private", "paper", "none")
 ADJACENCIES = ("add-remove", "replace-one")
-PRIVATE_ONLY = ("clip_quantile", "clip_rate", "count_noise", "copies", "engine", "fixed_work")
+PRIVATE_ONLY = ("clip_quantile", "clip_rate", "count_noise", "copies", "clipper", "fixed_work")
 LEAST_EPSILON, LEAST_MULTIPLIER = 1e-12, 0.01  # less is a slip: nothing could be learned, or nothing is hidden
-GRADIENT_ENGINES = ("auto", "loop")
+CLIPPERS = ("auto", "loop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Privacy(Section):
     clip_quantile: float | None = None  # the bound follows this quantile of the gradients' norms; unset: it stays
     clip_rate: float = 0.2  # how fast: if all norms lie above it, a step multiplies it by exp(clip_rate·clip_quantile)
     count_noise: float | None = None  # noise on the count of norms under the bound, absolute; unset: batch_size / 20
-    engine: str = "auto"  # or "loop": record by record, slow, for neighbours who may send weights made to harm
+    clipper: str = "auto"  # or "loop": record by record, slow, for neighbours who may send weights made to harm
     fixed_work: bool = False  # every step does the same work whatever its batch, so that its time tells nothing
     copies: int = 1  # augmented copies of each record in a batch; their mean gradient is clipped
     adjacency: str = "add-remove"
@@ -48,7 +48,7 @@ class Privacy(Section):
     def _check(self) -> None:
         one_of("privacy.mode", self.mode, MODES)
         one_of("privacy.adjacency", self.adjacency, ADJACENCIES)
-        one_of("privacy.engine", self.engine, GRADIENT_ENGINES)
+        one_of("privacy.clipper", self.clipper, CLIPPERS)
         require(self.clip_norm > 0, "privacy.clip_norm", self.clip_norm, "use a positive number")
         require(1 <= self.headroom < math.inf, "privacy.headroom", self.headroom, "use 1 or more")
         require(self.copies >= 1, "privacy.copies", self.copies, "use 1 or more")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from torch import Tensor
 from adp2sgd.data.records import Records
 from adp2sgd.errors import DataError
 from adp2sgd.files import replacing
+
+if TYPE_CHECKING:
+    from adp2sgd.data.encoder import Encoder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,9 +32,12 @@ class Source:
 
     train: Records
     test: Records
-    classes: int
+    classes: int  # outputs of the model; 1 where the target is a number
     prepare: Callable[[Tensor], Tensor] = torch.Tensor.float  # batch as stored → what the model reads
     fitted: str | None = None
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None  # one per record; None: the cross-entropy
+    metrics: tuple[str, ...] = ("accuracy",)
+    encoder: Encoder | None = None  # turns new inputs into records without the training data
 
 
 def cache_folder() -> Path:

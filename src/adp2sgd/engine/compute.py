@@ -7,12 +7,13 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from adp2sgd import tree
 from adp2sgd.device import AUTOCAST, compiled, tune
 from adp2sgd.engine.plan import Plan
 from adp2sgd.errors import WITHHELD, ConfigError, kind, tellable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
-from adp2sgd.gradient.engine import Engine
+from adp2sgd.gradient.clipper import Clipper
 from adp2sgd.gradient.privatize import Adaptation, GradientStep, PlainStep, PrivateStep
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.mechanism import beside_count
@@ -34,7 +35,7 @@ class Compute:
 
     @cached_property
     def plain_step(self) -> PlainStep:
-        """One for all learners of the process: they share the model, and so the recorded step."""
+        """One for all learners of the process: they share the model, and so the captured CUDA graphs."""
         config = self.plan.config
         loss, sigma, autocast = self.task.loss, config.privacy.sigma or 0.0, AUTOCAST[config.precision]
         if not config.compile or self.device.type != "cuda":
@@ -42,7 +43,7 @@ class Compute:
         return PlainStep(loss, sigma, autocast, network=partial(compiled, fixed=config.privacy.mode == "paper"))
 
     @cached_property
-    def engine(self) -> Engine:
+    def clipper(self) -> Clipper:
         """Takes the private gradients of all learners of the process.
 
         It is chosen at the initial weights, before any neighbour's weights are loaded, because they could mislead the
@@ -52,12 +53,13 @@ class Compute:
         copies = config.privacy.copies
         piece = None if config.seed is None else max(1, SEEDED_PIECE // copies)
         made = choose.build(
-            self.model, self.task.loss, engine=config.privacy.engine, copies=copies, piece=piece,
+            self.model, self.task.loss, clipper=config.privacy.clipper, copies=copies, piece=piece,
             autocast=AUTOCAST[config.precision], expected=min(config.batch_size, self._largest_shard),
         )  # fmt: skip
         if isinstance(made, choose.Automatic):
-            inputs, targets = (part[:0].to(self.device) for part in (self.task.train.inputs, self.task.train.targets))
-            made.settle(self.task.prepare(inputs), targets)
+            stored, targets = self.task.train.blank()
+            inputs = self.task.prepare(tree.each(lambda part: part.to(self.device), stored))
+            made.settle(inputs, targets.to(self.device))
         return made
 
     def gradient_step(self, budget: Budget | None) -> GradientStep:
@@ -69,12 +71,12 @@ class Compute:
         clip_norm, noise = privacy.clip_norm, budget.plan.mechanism.noise_multiplier
         count_noise = privacy.noise_on_count(config.batch_size)
         if privacy.clip_quantile is None or count_noise is None:
-            return PrivateStep(self.engine, clip_norm=clip_norm, noise_multiplier=noise)
+            return PrivateStep(self.clipper, clip_norm=clip_norm, noise_multiplier=noise)
         adaptation = Adaptation(
             quantile=privacy.clip_quantile, rate=privacy.clip_rate, count_noise=count_noise, start=clip_norm
         )
         own = beside_count(noise, count_noise)
-        return PrivateStep(self.engine, clip_norm=clip_norm, noise_multiplier=own, adaptation=adaptation)
+        return PrivateStep(self.clipper, clip_norm=clip_norm, noise_multiplier=own, adaptation=adaptation)
 
     def named(self, theta: Tensor) -> dict[str, Tensor]:
         """θ under torch's own names, with everything that the module's `load_state_dict` asks for."""

@@ -6,11 +6,20 @@ neither type ever leaves it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Self
 
+from adp2sgd.engine.plan import Plan
 from adp2sgd.exchange.protocol import Tally
-from adp2sgd.run_folder import Point
+from adp2sgd.files import to_json
+from adp2sgd.run_folder import STATUS, Folder, Measured, Point, by_number
+
+PERIOD_S = 1.0  # between two writes of it, at least
+SHARE = 0.02  # of the time that writing may take, at most
 
 
 @dataclass
@@ -40,6 +49,10 @@ class Counters:
     unconfirmed: int = 0  # answered, and no commit in time
     halves: int = 0  # exchanges that changed one side only, as far as is known
     bytes_sent: int = 0
+    partners: Mapping[int, int] = field(default_factory=dict)  # partner → completed exchanges with it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "partners", by_number(self.partners))
 
     @classmethod
     def of(cls, steps: int, staleness: Staleness, tally: Tally) -> Self:
@@ -55,20 +68,26 @@ class Counters:
             unconfirmed=tally.unconfirmed,
             halves=tally.halves,
             bytes_sent=tally.bytes_sent,
+            partners=tally.partners.copy(),  # while another thread exchanges
         )
 
     def __add__(self, other: Counters) -> Counters:
-        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
         sums["staleness_max"] = max(self.staleness_max, other.staleness_max)
-        return Counters(**sums)
+        met = self.partners.keys() | other.partners.keys()
+        partners = {k: self.partners.get(k, 0) + other.partners.get(k, 0) for k in met}
+        return Counters(**sums, partners=partners)
 
     @property
     def staleness_mean(self) -> float:
         return self.staleness_total / max(1, self.steps)
 
 
+COUNTS = [each.name for each in fields(Counters) if each.name != "partners"]
+
+
 @dataclass(frozen=True, kw_only=True)
-class LearnerStatus:
+class LearnerStatus(Measured):
     """`state`: starting, ready, training, averaging (its budget is spent), finished, ended, restarting, lost …"""
 
     learner: int
@@ -79,13 +98,23 @@ class LearnerStatus:
     restarts: int = 0
     counters: Counters = field(default_factory=Counters)
     rate: float = 0.0  # steps per second
-    loss: float | None = None  # of its own model, on held-out records
-    accuracy: float | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of its own model, on held-out records
     drawn: int | None = None  # private steps that count as spent
     epsilon_spent: float | None = None
     epsilon: float | None = None  # at the cap
     clip_norm: float | None = None
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicStatus:
+    """What a site tells others of itself, beside its model and the step counts. It holds nothing that depends on the
+    site's records."""
+
+    site: str
+    stopped: bool = False
+    epsilon: float | None = None  # stated: what its policy lets all runs spend
+    delta: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +132,28 @@ class RunStatus:
     learners: tuple[LearnerStatus, ...]
     curve: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
+    written_at: float | None = None  # Unix time at which status.json was written
+    left_s: float | None = None  # real time until the target, at the pace of this session
+
+    @classmethod
+    def of(
+        cls, plan: Plan, global_steps: int, seconds: float, learners: Iterable[LearnerStatus], *,
+        clock: str, curve: Iterable[Point], notes: Iterable[str],
+    ) -> Self:  # fmt: skip
+        """The status of a run of `plan`."""
+        return cls(
+            task=plan.config.task,
+            algorithm=plan.config.algorithm,
+            clock=clock,
+            seconds=seconds,
+            global_steps=global_steps,
+            target_steps=plan.target_steps,
+            epoch=plan.epoch(global_steps),
+            epochs=plan.config.epochs,
+            learners=tuple(learners),
+            curve=tuple(curve),
+            notes=tuple(notes),
+        )
 
     @property
     def point(self) -> Point | None:
@@ -113,3 +164,48 @@ class RunStatus:
     def rate(self) -> float:
         """Steps per second of all learners together."""
         return sum(each.rate for each in self.learners)
+
+
+class StatusFile:
+    """A callback for statuses: writes one to `status.json` each second, then calls `then`.
+
+    The curve is left out, because the run's events hold it. The file is for its owner alone. If it cannot be written,
+    the run goes on.
+    """
+
+    def __init__(self, folder: Folder, then: Callable[[RunStatus], None]) -> None:
+        self._folder, self._then = folder, then
+        self._next = 0.0
+        self._began: tuple[float, int] | None = None  # the session's first status: time and global steps
+
+    def __call__(self, status: RunStatus) -> None:
+        now = time.monotonic()
+        if self._began is None or status.global_steps < self._began[1]:
+            self._began = now, status.global_steps
+        if now >= self._next or status.global_steps >= status.target_steps:
+            with suppress(OSError):
+                self._write(status, now)
+            self._next = now + max(PERIOD_S, (time.monotonic() - now) / SHARE)
+        self._then(status)
+
+    def _write(self, status: RunStatus, now: float) -> None:
+        assert self._began is not None
+        began, steps = self._began
+        left = max(0, status.target_steps - status.global_steps)
+        pace = (now - began) / (status.global_steps - steps) if status.global_steps > steps else None
+        told = replace(status, curve=(), written_at=time.time(), left_s=None if pace is None else left * pace)
+        with self._folder.replacing(STATUS, private=True, durable=False) as part:
+            part.write_text(to_json(asdict(told)) + "\n", encoding="utf-8")
+
+
+def read_status(folder: Folder) -> RunStatus | None:
+    """The run's last status with the curve so far; None where none was written."""
+    try:
+        raw = json.loads((folder.path / STATUS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    learners = tuple(
+        LearnerStatus(**{**each, "counters": Counters(**each["counters"]), "notes": tuple(each["notes"])})
+        for each in raw["learners"]
+    )
+    return RunStatus(**{**raw, "learners": learners, "curve": tuple(folder.points()), "notes": tuple(raw["notes"])})

@@ -90,6 +90,7 @@ class Tally:
     halves: int = 0  # the partner mixed and this side could not, or only in part
     ignored: int = 0  # messages that came too late to matter, twice, or from somebody else
     bytes_sent: int = 0
+    partners: dict[int, int] = field(default_factory=dict)  # partner → completed exchanges with it
 
 
 class Exchange:
@@ -104,6 +105,7 @@ class Exchange:
         self.step = 0  # own steps taken when it was asked for
         self.lost = False  # restarted, and no model worth sharing yet
         self.shut = False  # the run is over: everybody is answered `busy`
+        self.watch: Callable[[int, Tensor, Tensor], None] = lambda partner, mine, theirs: None  # before each mix
         self.under_way: dict[int, Message] = {}  # partner → the last message sent to it
         self._at_once = at_once
 
@@ -220,8 +222,10 @@ class Exchange:
 
     def _mix(self, mine: Tensor, message: Message) -> None:
         assert message.snapshot is not None
+        self.watch(message.sender, mine, message.snapshot)
         if self.learner.mix(mine, message.snapshot, message.intact):
             self.tally.completed += 1
+            self.tally.partners[message.sender] = self.tally.partners.get(message.sender, 0) + 1
             if isinstance(message, Answer):
                 self.tally.initiated += 1
                 self.tally.mixed_before += self.learner.steps == self.step

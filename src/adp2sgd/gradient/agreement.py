@@ -1,4 +1,4 @@
-"""Whether an engine gives the gradients of the loop, on synthetic records and in batches of several sizes."""
+"""Whether a clipper gives the gradients of the loop, on synthetic records and in batches of several sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from adp2sgd.errors import PrivacyError
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.engine import Clipped, Engine
+from adp2sgd.gradient.clipper import Clipped, Clipper
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.gradient.proof import synthetic
 from adp2sgd.privacy.checks import without_dropout
@@ -22,13 +22,13 @@ from adp2sgd.task import Loss
 
 PROBE_RECORDS = 4  # none of them its own mirror image
 
-Kind = Callable[[FlatModel, Loss], Engine]
+Kind = Callable[[FlatModel, Loss], Clipper]
 
 
 def objection(
     kind: Kind, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, *, copies: int, sizes: Iterable[int]
 ) -> str:  # fmt: skip
-    """Why this kind of engine cannot be used; empty if it agrees with the loop on `PROBE_RECORDS` records `x` and `y`,
+    """Why this kind of clipper cannot be used; empty if it agrees with the loop on `PROBE_RECORDS` records `x` and `y`,
     and on batches of `sizes` records made of them.
 
     In float64, where rounding cannot flip a ReLU and so hide or feign a difference; in the model's own type where it
@@ -64,7 +64,7 @@ def objection(
 
 
 def _compared(
-    engine: Any, parts: list[Clipped], inputs: Tensor, targets: Tensor, clip: float, sizes: Iterable[int],
+    clipper: Any, parts: list[Clipped], inputs: Tensor, targets: Tensor, clip: float, sizes: Iterable[int],
     tolerance: float,
 ) -> str:  # fmt: skip
     """Unclipped sums do not tell whose gradient a part is; so losses of different size are clipped to one norm, and
@@ -78,8 +78,8 @@ def _compared(
         total = sum((parts[i].total for i in picked.tolist()), torch.zeros_like(parts[0].total))
         expected = Clipped(total, torch.cat([parts[i].norms for i in picked.tolist()]))
         with WithoutDropout():
-            found = engine.clipped_sum(inputs[rows], targets[rows], clip)
-        if not agree(engine.model, found, expected, tolerance):
+            found = clipper.clipped_sum(inputs[rows], targets[rows], clip)
+        if not agree(clipper.model, found, expected, tolerance):
             return "a record's gradient in a batch differs from its gradient alone"
     return ""
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adp2sgd.device import Recorded, laid_out, move, repeatable
+from adp2sgd.device import CapturedGraphs, laid_out, move, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import AT_ONCE, clip_factors, effective_norms, finite_or_infinite
-from adp2sgd.gradient.engine import Clipped
+from adp2sgd.gradient.clipper import Clipped
 from adp2sgd.gradient.hooks import eager, known, refuse_foreign, refuse_hooks, without_saved_hooks
 from adp2sgd.gradient.program import Follower, Program, Writer
 from adp2sgd.gradient.proof import program_of
-from adp2sgd.gradient.recording import Recording
 from adp2sgd.gradient.state import Memory
+from adp2sgd.gradient.tape import Tape
 from adp2sgd.task import Loss
 
 PAD = 16
@@ -29,7 +29,7 @@ SPREAD = 2.0
 
 
 class BookKeeping:
-    """Engine for models whose parameters are used in ways that `recording` has rules for.
+    """Clipper for models whose parameters are used in ways that `tape` has rules for.
 
     `piece`: at most so many records (and `AT_ONCE`) are processed at once. `autocast`: run layers in that type; norms
     and sums are of the same values. Raises `UnsupportedError` where there is no rule. On a GPU the passes are recorded
@@ -50,11 +50,11 @@ class BookKeeping:
         self.trained = {piece.name: named[piece.name] for piece in model.slices}
         self._programs: dict[Any, Program] = {}
         self._memory = Memory(model.module, loss)
-        self._recorded = {training: Recorded(self._sum) for training in (True, False)}
-        self._recorded_fixed = {training: Recorded(self._silent_sum) for training in (True, False)}
+        self._captured = {training: CapturedGraphs(self._sum) for training in (True, False)}
+        self._captured_fixed = {training: CapturedGraphs(self._silent_sum) for training in (True, False)}
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
-        """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
+        """See `Clipper.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         given = len(inputs) // self.copies
         if given == 0 or not self.model.slices:
             zeros = torch.zeros_like(self.model.weights)
@@ -71,7 +71,7 @@ class BookKeeping:
             norms.append(part.norms)
         return Clipped(total, torch.cat(norms))
 
-    def record(self, inputs: Tensor, targets: Tensor) -> Recording:
+    def taped(self, inputs: Tensor, targets: Tensor) -> Tape:
         """The recorded passes over these rows. Guarantee: they keep records apart, else `UnsupportedError` is raised.
 
         Code that is not torch's or this package's is checked at every pass, and what it keeps in Python is put back.
@@ -83,17 +83,17 @@ class BookKeeping:
         refuse_hooks(module, self.trained.values())
         if known(module, self.loss):
             self._program(inputs, targets)
-            recording = Recording(self.trained, module.buffers(), records)
-            self._backward(recording, self._forward(recording, inputs, targets))
-            return recording
+            tape = Tape(self.trained, module.buffers(), records)
+            self._backward(tape, self._forward(tape, inputs, targets))
+            return tape
         with self._memory.kept(), without_saved_hooks(), eager():
             course = Follower(self._program(inputs, targets), inputs, targets, records)
-            recording = Recording(self.trained, module.buffers(), records, course)
-            losses = self._forward(recording, inputs, targets)
+            tape = Tape(self.trained, module.buffers(), records, course)
+            losses = self._forward(tape, inputs, targets)
             course.finish(losses)
             refuse_foreign(losses.grad_fn)
-            self._backward(recording, losses)
-        return recording
+            self._backward(tape, losses)
+        return tape
 
     def prove(self, inputs: Tensor, targets: Tensor) -> None:
         """Do beforehand, in training mode, what the first pass over such rows would do; else `UnsupportedError`."""
@@ -101,17 +101,17 @@ class BookKeeping:
             self.model.module.train()
             self._program(inputs, targets)
 
-    def _forward(self, recording: Recording, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _forward(self, tape: Tape, inputs: Tensor, targets: Tensor) -> Tensor:
         autocast = torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext()
-        with torch.enable_grad(), autocast, recording:
+        with torch.enable_grad(), autocast, tape:
             return self.loss(self.model.module(inputs), targets)
 
-    def _backward(self, recording: Recording, losses: Tensor) -> None:
+    def _backward(self, tape: Tape, losses: Tensor) -> None:
         with torch.enable_grad():
             mean = losses.sum() / self.copies if self.copies > 1 else losses.sum()
         if mean.requires_grad:
             # Only what leads to recorded layers: the parameters' own `grad` is never written.
-            mean.backward(inputs=recording.leaves)
+            mean.backward(inputs=tape.leaves)
 
     def _program(self, inputs: Tensor, targets: Tensor) -> Program:
         """What the model does with a batch of rows of this shape and type; proven once, on synthetic records."""
@@ -121,7 +121,7 @@ class BookKeeping:
 
             def run(writer: Writer, x: Tensor, y: Tensor, records: int) -> Tensor:
                 with self._memory.kept(), without_saved_hooks(), eager():
-                    return self._forward(Recording(self.trained, module.buffers(), records, writer), x, y)
+                    return self._forward(Tape(self.trained, module.buffers(), records, writer), x, y)
 
             self._programs[kind] = program_of(run, module, trained, inputs, targets, self.copies)
         return self._programs[kind]
@@ -162,7 +162,7 @@ class BookKeeping:
         records = len(inputs) // self.copies
         given = (inputs, targets, *self._scalars(clip_norm, records))
         if on_gpu(self.model.device):
-            work = self._recorded[self.model.module.training] if self._repeatable else self._sum
+            work = self._captured[self.model.module.training] if self._repeatable else self._sum
             missing = -records % PAD if self.expected is None else self._at_once - records
             total, norms = work(*self._padded(given, missing))
             filled, norms = norms, norms[:records].clone()
@@ -185,7 +185,7 @@ class BookKeeping:
         """Of the first `records` records, by passes that depend on neither their number nor any value."""
         given, size = len(inputs) // self.copies, self._share(len(inputs) // self.copies)
         gpu, rows = on_gpu(self.model.device), size * self.copies
-        work = self._recorded_fixed[self.model.module.training] if gpu and self._repeatable else self._silent_sum
+        work = self._captured_fixed[self.model.module.training] if gpu and self._repeatable else self._silent_sum
         total, norms = torch.zeros_like(self.model.weights, dtype=torch.float64), []
         for start, x, y in zip(range(0, given, size), inputs.split(rows), targets.split(rows), strict=True):
             counted = min(max(records - start, 0), len(x) // self.copies)
@@ -203,15 +203,15 @@ class BookKeeping:
     ) -> tuple[Tensor, Tensor]:
         """Clipped sum and norms of the first `records` records; the others only fill up the shape. `silent`: those, and
         records whose gradients are not finite, add nothing to the sum, which is finite then."""
-        recording = self.record(inputs, targets)
+        tape = self.taped(inputs, targets)
         with torch.no_grad():
-            measured = recording.finish()
+            measured = tape.finish()
             dtype = self.model.weights.dtype
             norms = finite_or_infinite(measured.squares, dtype)
             room = clip_norm if measured.lost is None else (clip_norm - measured.lost).clamp(min=0)
             factors = clip_factors(effective_norms(measured), room, dtype)
             factors = factors * (torch.arange(len(factors), device=factors.device) < records)
-            parts = dict(recording.weighted(factors, factors > 0 if silent else None))
+            parts = dict(tape.weighted(factors, factors > 0 if silent else None))
             unused = (name for name in self.trained if name not in parts)
             parts |= {name: torch.zeros_like(self.trained[name]) for name in unused}
             return torch.cat([parts[name].reshape(-1) for name in self.trained]), norms

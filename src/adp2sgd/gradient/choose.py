@@ -1,4 +1,4 @@
-"""Which engine takes a model's gradients, and why."""
+"""Which clipper takes a model's gradients, and why."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adp2sgd.errors import Adp2sgdWarning, ConfigError, PrivacyError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.agreement import PROBE_RECORDS, WithoutDropout, objection
 from adp2sgd.gradient.bookkeeping import BookKeeping
-from adp2sgd.gradient.engine import Clipped, Engine
+from adp2sgd.gradient.clipper import Clipped, Clipper
 from adp2sgd.gradient.functional import Functional
 from adp2sgd.gradient.hooks import known, refuse_hooks
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.gradient.proof import synthetic
 from adp2sgd.gradient.rules import UnsupportedError
-from adp2sgd.privacy.checks import without_dropout
+from adp2sgd.privacy.checks import refuse_batchnorm, without_dropout
 from adp2sgd.task import Loss
 
 
@@ -37,32 +37,32 @@ class Row:
 
 
 def build(
-    model: FlatModel, loss: Loss, *, engine: str = "auto", copies: int = 1, piece: int | None = None,
+    model: FlatModel, loss: Loss, *, clipper: str = "auto", copies: int = 1, piece: int | None = None,
     autocast: torch.dtype | None = None, expected: float | None = None,
-) -> Engine:  # fmt: skip
-    """An engine by name; `auto` takes the fastest that agrees with the loop on records made for that.
+) -> Clipper:  # fmt: skip
+    """A clipper by name; `auto` takes the fastest that agrees with the loop on records made for that.
 
     `copies`: so many rows in a row are augmented copies of one record. `piece`: records processed at once (by default
     what fits in half of the free memory; set it where runs must agree to the bit). `autocast`: layers run in this type.
     `expected`: the size of a batch, in the mean (see `BookKeeping`).
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"engine = {engine!r} is unknown; choose one of {', '.join(ENGINES)}")
+    if clipper not in CLIPPERS:
+        raise ConfigError(f"clipper = {clipper!r} is unknown; choose one of {', '.join(CLIPPERS)}")
     if copies < 1:
         raise ConfigError(f"copies = {copies} is impossible; give at least 1")
     options: dict[str, Any] = {"copies": copies}
-    if engine in ("auto", "book-keeping"):
+    if clipper in ("auto", "book-keeping"):
         options |= {"piece": piece, "autocast": autocast, "expected": expected}
-    made: Engine = ENGINES[engine](model, loss, **options)
+    made: Clipper = CLIPPERS[clipper](model, loss, **options)
     return made
 
 
 class Automatic:
-    """Engine that checks itself: book-keeping, then `torch.func`, then the loop, the first that agrees with the loop.
+    """Clipper that checks itself: book-keeping, then `torch.func`, then the loop, the first that agrees with the loop.
 
     The check runs once, on synthetic records, so the choice and its warning tell nothing of the data: by `settle`, or
     else at the first call. It is as good as the weights that it runs at, so whoever takes models from others must
-    settle before. Guarantee: whatever the check says, the first two engines raise `UnsupportedError` in a pass that is
+    settle before. Guarantee: whatever the check says, the first two clippers raise `UnsupportedError` in a pass that is
     not proven to keep records apart, and the loop takes it.
     """
 
@@ -74,11 +74,11 @@ class Automatic:
         self.bookkeeping = BookKeeping(model, loss, copies=copies, piece=piece, autocast=autocast, expected=expected)
         self.loop = Loop(model, loss, copies=copies)
         self.functional = Functional(model, loss, copies=copies)
-        self.chosen: Engine | None = None
+        self.chosen: Clipper | None = None
         self.reason, self.told = "", False
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
-        """See `Engine.clipped_sum`. A pass that is not proven to keep its records apart is taken record by record."""
+        """See `Clipper.clipped_sum`. A pass that is not proven to keep its records apart is taken record by record."""
         if self.chosen is None:
             self.settle(inputs, targets)
         assert self.chosen is not None
@@ -94,28 +94,28 @@ class Automatic:
         """Choose at the present weights, for good."""
         self.chosen = self.choose(inputs, targets)
 
-    def choose(self, inputs: Tensor, targets: Tensor) -> Engine:
-        """The first engine that agrees with the loop on synthetic records; only shape and type of these are used."""
-        refuse_batch_norm(self.model.module)
+    def choose(self, inputs: Tensor, targets: Tensor) -> Clipper:
+        """The first clipper that agrees with the loop on synthetic records; only shape and type of these are used."""
+        refuse_batchnorm(self.model.module)
         x, y = (synthetic(like, PROBE_RECORDS * self.copies) for like in (inputs, targets))
         try:
             refuse_hooks(self.model.module, self.model.module.parameters())
         except UnsupportedError as error:
             return self._say(self.loop, str(error))
-        for engine in (self.bookkeeping, self.functional):
-            reason = self._objection(engine, x, y)
-            if not reason and engine is self.bookkeeping:
+        for clipper in (self.bookkeeping, self.functional):
+            reason = self._objection(clipper, x, y)
+            if not reason and clipper is self.bookkeeping:
                 reason = self._trial(x, y)
             if not reason:
-                return engine if engine is self.bookkeeping else self._say(engine, self.reason)
+                return clipper if clipper is self.bookkeeping else self._say(clipper, self.reason)
             self.reason = self.reason or reason
         return self._say(self.loop, self.reason)
 
-    def _objection(self, engine: BookKeeping | Functional, x: Tensor, y: Tensor) -> str:
+    def _objection(self, clipper: BookKeeping | Functional, x: Tensor, y: Tensor) -> str:
         """Code that is not torch's or this package's is also run in batches of an odd size and of the largest."""
         model, loss = self.model, self.loop.loss
         sizes = () if known(model.module, loss) else (7, max(8, self.bookkeeping.most))
-        kind = partial(type(engine), copies=self.copies)
+        kind = partial(type(clipper), copies=self.copies)
         return objection(kind, model, loss, x, y, copies=self.copies, sizes=sizes)
 
     def _trial(self, x: Tensor, y: Tensor) -> str:
@@ -123,33 +123,33 @@ class Automatic:
         records it may take at once: what fits in half of the free memory, if one needs twice what is recorded of it."""
         own = self.bookkeeping
         twin = FlatModel(without_dropout(copy.deepcopy(self.model.module).train()), self.model.device)
-        engine = BookKeeping(twin, own.loss, copies=self.copies, autocast=own.autocast)
+        clipper = BookKeeping(twin, own.loss, copies=self.copies, autocast=own.autocast)
         try:
             own.prove(x, y)
-            held = self._pass(engine, x, y)
+            held = self._pass(clipper, x, y)
             if self.piece is None:
                 own.piece = max(1, free_bytes(x.device) // 2 // max(1, 2 * held * self.copies // len(x)))
             if own.most > PROBE_RECORDS:  # a model may take larger batches in parts
-                self._pass(engine, *(synthetic(like, own.most * self.copies) for like in (x, y)))
+                self._pass(clipper, *(synthetic(like, own.most * self.copies) for like in (x, y)))
         except PrivacyError:
             raise
         except Exception as error:  # the loop can take it
             return str(error).split("\n")[0]
         return ""
 
-    def _pass(self, engine: BookKeeping, x: Tensor, y: Tensor) -> int:
+    def _pass(self, clipper: BookKeeping, x: Tensor, y: Tensor) -> int:
         """Bytes that are recorded of one whole pass."""
         with WithoutDropout():
-            recording = engine.record(self.bookkeeping.laid_out(x), y)
+            tape = clipper.taped(self.bookkeeping.laid_out(x), y)
         with torch.no_grad():
-            recording.finish()
-            dict(recording.weighted(torch.ones(len(x) // self.copies, device=x.device)))
-        return recording.held
+            tape.finish()
+            dict(tape.weighted(torch.ones(len(x) // self.copies, device=x.device)))
+        return tape.held
 
-    def _say(self, engine: Engine, reason: str) -> Engine:
-        name = type(engine).__name__
-        warnings.warn(f"gradients are taken by the slower {name} engine: {reason}", Adp2sgdWarning, stacklevel=4)
-        return engine
+    def _say(self, clipper: Clipper, reason: str) -> Clipper:
+        name = type(clipper).__name__
+        warnings.warn(f"gradients are taken by the slower {name} clipper: {reason}", Adp2sgdWarning, stacklevel=4)
+        return clipper
 
 
 def explain(
@@ -157,33 +157,26 @@ def explain(
     autocast: torch.dtype | None = None,
 ) -> list[Row]:  # fmt: skip
     """For each layer the rule that `auto` uses on a batch of this shape and type, and why."""
-    engine = Automatic(model, loss, copies=copies, autocast=autocast)
+    clipper = Automatic(model, loss, copies=copies, autocast=autocast)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        chosen = engine.choose(inputs, targets)
-    if chosen is not engine.bookkeeping:
+        chosen = clipper.choose(inputs, targets)
+    if chosen is not clipper.bookkeeping:
         sizes = {piece.name: piece.end - piece.start for piece in model.slices}
         return [
-            Row(layer=name, parameters=n, rule=type(chosen).__name__.lower(), why=engine.reason)
+            Row(layer=name, parameters=n, rule=type(chosen).__name__.lower(), why=clipper.reason)
             for name, n in sizes.items()
         ]
     inputs, targets = (synthetic(like, len(like)) for like in (inputs, targets))
-    recording = engine.bookkeeping.record(engine.bookkeeping.laid_out(inputs), targets)
+    tape = clipper.bookkeeping.taped(clipper.bookkeeping.laid_out(inputs), targets)
     with torch.no_grad():
-        recording.finish()
+        tape.finish()
     rows = []
     for piece in model.slices:
-        use = recording.used(piece.name)
+        use = tape.used(piece.name)
         rule, why = ("none", "the loss does not depend on it") if use is None else (use.rule, use.why)
         rows.append(Row(layer=piece.name, parameters=piece.end - piece.start, rule=rule, why=why))
     return rows
-
-
-def refuse_batch_norm(module: nn.Module) -> None:
-    """Guarantee: no layer of a type that is known to mix the records of a batch is in training mode."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
-            raise PrivacyError(f'layer {name} is BatchNorm, which couples the records of a batch; use norm = "group"')
 
 
 def free_bytes(device: torch.device) -> int:
@@ -198,4 +191,4 @@ def free_bytes(device: torch.device) -> int:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-ENGINES: dict[str, Any] = {"auto": Automatic, "book-keeping": BookKeeping, "functional": Functional, "loop": Loop}
+CLIPPERS: dict[str, Any] = {"auto": Automatic, "book-keeping": BookKeeping, "functional": Functional, "loop": Loop}

@@ -1,4 +1,4 @@
-"""From norms to clip factors: the arithmetic that all engines share."""
+"""From norms to clip factors: the arithmetic that all clippers share."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import AT_ONCE, clip_factors, finite_or_infinite
-from adp2sgd.gradient.engine import Clipped
+from adp2sgd.gradient.clipper import Clipped
 from adp2sgd.gradient.hooks import eager, refuse_hooks
 from adp2sgd.gradient.rounding import squares
 from adp2sgd.gradient.rules import UnsupportedError
@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 30
 
 
 class Functional:
-    """Engine that materializes the gradients of `chunk` records at a time (for about 1 GiB).
+    """Clipper that materializes the gradients of `chunk` records at a time (for about 1 GiB).
 
     The model sees one record, and torch maps it over the others. Code that could look at more than one (hooks, and
     functions that say themselves how they are mapped) is an `UnsupportedError`, at every call.
@@ -37,7 +37,7 @@ class Functional:
         self.chunk = min(AT_ONCE[model.device.type], max(1, CHUNK_BYTES // max(1, 3 * size)))
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
-        """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
+        """See `Clipper.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         dtype = self.model.weights.dtype
         refuse_hooks(self.model.module, self.model.module.parameters())
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)

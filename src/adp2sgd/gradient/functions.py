@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from adp2sgd.errors import PrivacyError
 from adp2sgd.gradient import layers
 from adp2sgd.gradient.attention import attend
 from adp2sgd.gradient.convolution import Geometry
@@ -18,19 +17,19 @@ from adp2sgd.gradient.recurrent import Direction, linear_uses
 from adp2sgd.gradient.rules import UnsupportedError
 
 if TYPE_CHECKING:
-    from adp2sgd.gradient.recording import Recording
+    from adp2sgd.gradient.tape import Tape
 
 
-def linear(record: Recording, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    emit, emit_bias = record.emitter(weight), record.emitter(bias)
+def linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    emit, emit_bias = tape.emitter(weight), tape.emitter(bias)
     x, w, b = _cast(input, weight, bias)
     if emit is None and emit_bias is None:
         return F.linear(x, w, b)
-    return record.run(layers.LinearLayer(record.n, _plain(w), _plain_or_none(b), emit, emit_bias), x)
+    return tape.run(layers.LinearLayer(tape.n, _plain(w), _plain_or_none(b), emit, emit_bias), x)
 
 
 def convolution(
-    record: Recording,
+    tape: Tape,
     axes: int,
     input: Tensor,
     weight: Tensor,
@@ -50,48 +49,48 @@ def convolution(
         padding = [b // 2 for b in both]
     padding = 0 if padding == "valid" else padding
     geometry = Geometry(kernel, _each(stride, axes), _each(padding, axes), steps, groups)
-    emit, emit_bias = record.emitter(weight), record.emitter(bias)
+    emit, emit_bias = tape.emitter(weight), tape.emitter(bias)
     x, w, b = _cast(x, weight, bias)
-    layer = layers.ConvolutionLayer(record.n, _plain(w), _plain_or_none(b), geometry, emit, emit_bias)
-    return record.run(layer, x) if emit or emit_bias else layer.forward(x)[0]
+    layer = layers.ConvolutionLayer(tape.n, _plain(w), _plain_or_none(b), geometry, emit, emit_bias)
+    return tape.run(layer, x) if emit or emit_bias else layer.forward(x)[0]
 
 
 def group_norm(
-    record: Recording,
+    tape: Tape,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    emits = [record.emitter(weight), record.emitter(bias)]
+    emits = [tape.emitter(weight), tape.emitter(bias)]
     if not any(emits):
         return F.group_norm(_full(input), num_groups, weight, bias, eps)
     fused = layers.FusedGroupNorm.takes(input, num_groups, weight, bias)
     kind: Any = layers.FusedGroupNorm if fused else layers.GroupNormLayer
-    layer = kind(record.n, num_groups, _plain_or_none(weight), _plain_or_none(bias), eps, emits)
-    return record.run(layer, input if fused else _full(input))
+    layer = kind(tape.n, num_groups, _plain_or_none(weight), _plain_or_none(bias), eps, emits)
+    return tape.run(layer, input if fused else _full(input))
 
 
 def layer_norm(
-    record: Recording,
+    tape: Tape,
     input: Tensor,
     normalized_shape: Any,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    emits = [record.emitter(weight), record.emitter(bias)]
+    emits = [tape.emitter(weight), tape.emitter(bias)]
     x = _full(input)
     if not any(emits):
         return F.layer_norm(x, normalized_shape, weight, bias, eps)
     shape = list(normalized_shape)
-    layer = layers.LayerNormLayer(record.n, shape, _plain_or_none(weight), _plain_or_none(bias), eps, emits)
-    return record.run(layer, x)
+    layer = layers.LayerNormLayer(tape.n, shape, _plain_or_none(weight), _plain_or_none(bias), eps, emits)
+    return tape.run(layer, x)
 
 
 def embedding(
-    record: Recording,
+    tape: Tape,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -102,29 +101,29 @@ def embedding(
 ) -> Tensor:
     if max_norm is not None or scale_grad_by_freq:
         raise UnsupportedError("an embedding with max_norm or scale_grad_by_freq couples records")
-    emit = record.emitter(weight)
+    emit = tape.emitter(weight)
     if emit is None:
         return F.embedding(input, weight)
     padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(weight) + padding_idx
-    return record.run(layers.EmbeddingLayer(record.n, _plain(weight), padding, emit), input)
+    return tape.run(layers.EmbeddingLayer(tape.n, _plain(weight), padding, emit), input)
 
 
-def lstm(record: Recording, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def lstm(tape: Tape, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     if len(args) != 9 or not isinstance(args[2], (list, tuple)) or args[0].dim() != 3:
         raise UnsupportedError("an LSTM over packed or unbatched sequences has no rule")
     x, (h0, c0), flat, has_bias, count, dropout, training, both, batch_first = args
-    if any(id(t) in record.sources for t in (x, h0, c0)):
+    if any(id(t) in tape.sources for t in (x, h0, c0)):
         raise UnsupportedError("an LSTM whose first state is trained has no rule")
     size = 4 if has_bias else 2
     ends: list[tuple[Tensor, Tensor]] = []
     x = x.transpose(0, 1) if batch_first else x
-    if x.shape[1] % record.n or len(flat) != size * count * (1 + both):
+    if x.shape[1] % tape.n or len(flat) != size * count * (1 + both):
         raise UnsupportedError("an LSTM with projections, or whose rows do not divide into records, has no rule")
     for layer in range(count):
         sides = []
         for side in range(1 + both):
             at = layer * (1 + both) + side
-            out, *end = _direction(record, x.flip(0) if side else x, h0[at], c0[at], flat[at * size : (at + 1) * size])
+            out, *end = _direction(tape, x.flip(0) if side else x, h0[at], c0[at], flat[at * size : (at + 1) * size])
             ends.append((end[0], end[1]))
             sides.append(out.flip(0) if side else out)
         x = torch.cat(sides, 2)
@@ -134,13 +133,11 @@ def lstm(record: Recording, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends])
 
 
-def _direction(
-    record: Recording, x: Tensor, h0: Tensor, c0: Tensor, weights: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    emits = [record.emitter(w) for w in weights]
+def _direction(tape: Tape, x: Tensor, h0: Tensor, c0: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    emits = [tape.emitter(w) for w in weights]
 
     def emit(x: Tensor, before: Tensor, gates: Tensor) -> None:
-        for to, use in zip(emits, linear_uses(record.n, x, before, gates), strict=False):
+        for to, use in zip(emits, linear_uses(tape.n, x, before, gates), strict=False):
             if to:
                 to(use)
 
@@ -150,11 +147,11 @@ def _direction(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else bias.dtype
     given = (t.to(dtype) for t in (x, h0, c0, plain[0], plain[1], bias))
     with torch.autocast(kind, enabled=False):
-        out = Direction.apply(emit, record.token, *given)  # type: ignore[no-untyped-call]
+        out = Direction.apply(emit, tape.token, *given)  # type: ignore[no-untyped-call]
     return out[0], out[1], out[2]
 
 
-def attention(record: Recording, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def attention(tape: Tape, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     call = dict(zip(ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
     call = ATTENTION_DEFAULTS | call
     odd = [k for k in ("bias_k", "bias_v", "static_k", "static_v") if call[k] is not None]
@@ -165,22 +162,19 @@ def attention(record: Recording, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     elif call["query"] is call["key"] is call["value"]:
         weights = [call["in_proj_weight"]]
     else:
-        weights = _pieces(record, call["in_proj_weight"])
+        weights = _pieces(tape, call["in_proj_weight"])
     bias = call["in_proj_bias"]
-    biases = [None] * len(weights) if bias is None else [bias] if len(weights) == 1 else _pieces(record, bias)
-    return attend(partial(linear, record), weights, biases, call)
+    biases = [None] * len(weights) if bias is None else [bias] if len(weights) == 1 else _pieces(tape, bias)
+    return attend(partial(linear, tape), weights, biases, call)
 
 
-def _pieces(record: Recording, tensor: Tensor) -> list[Tensor]:
-    with record:
+def _pieces(tape: Tape, tensor: Tensor) -> list[Tensor]:
+    with tape:
         return list(tensor.chunk(3))
 
 
-def batch_norm(record: Recording, input: Tensor, mean: Any, var: Any, *args: Any, **kwargs: Any) -> Tensor:
-    named = dict(zip(("weight", "bias", "training"), args, strict=False)) | kwargs
-    if named.get("training"):
-        raise PrivacyError("BatchNorm couples the records of a batch; use norm = group, or a model without it")
-    raise UnsupportedError("batch_norm with trained parameters has no rule")
+def batch_norm(tape: Tape, *args: Any, **kwargs: Any) -> Tensor:
+    raise UnsupportedError("batch_norm has no rule")
 
 
 ATTENTION_ARGUMENTS = (
@@ -194,9 +188,9 @@ ATTENTION_DEFAULTS: dict[str, Any] = dict.fromkeys(ATTENTION_ARGUMENTS) | {
 }  # fmt: skip
 HANDLERS: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
-    torch.conv1d: lambda record, *a, **k: convolution(record, 1, *a, **k),
-    torch.conv2d: lambda record, *a, **k: convolution(record, 2, *a, **k),
-    torch.conv3d: lambda record, *a, **k: convolution(record, 3, *a, **k),
+    torch.conv1d: lambda tape, *a, **k: convolution(tape, 1, *a, **k),
+    torch.conv2d: lambda tape, *a, **k: convolution(tape, 2, *a, **k),
+    torch.conv3d: lambda tape, *a, **k: convolution(tape, 3, *a, **k),
     F.group_norm: group_norm,
     F.layer_norm: layer_norm,
     F.embedding: embedding,

@@ -1,4 +1,4 @@
-"""One record at a time: the reference that the other engines are checked against, and the last fallback."""
+"""One record at a time: the reference that the other clippers are checked against, and the last fallback."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import clip_factors
-from adp2sgd.gradient.engine import Clipped
+from adp2sgd.gradient.clipper import Clipped
 from adp2sgd.gradient.hooks import known
 from adp2sgd.gradient.state import Memory
 from adp2sgd.task import Loss
 
 
 class Loop:
-    """Engine that runs the model on each record alone, from the same weights and the same state in Python each time
+    """Clipper that runs the model on each record alone, from the same weights and the same state in Python each time
     (see `Memory` for what that leaves out). Any dtype, any module, any hook."""
 
     def __init__(self, model: FlatModel, loss: Loss, *, copies: int = 1) -> None:
@@ -25,7 +25,7 @@ class Loop:
         self._memory = Memory(model.module, loss)
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
-        """See `Engine.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
+        """See `Clipper.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         dtype = self.model.weights.dtype
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
         norms: list[Tensor] = []

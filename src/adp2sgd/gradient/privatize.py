@@ -12,9 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from adp2sgd.device import Recorded, laid_out, repeatable
+from adp2sgd.data.batches import Batch
+from adp2sgd.device import CapturedGraphs, laid_out, repeatable
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.engine import Clipped, Engine
+from adp2sgd.gradient.clipper import Clipper
 from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.task import Loss
 
@@ -35,24 +36,25 @@ class Gradient:
     buffers: Tensor | None = None
 
 
-class GradientStep(Protocol):
-    """Turns a batch into a gradient at the model's current weights. Owns `vector` until the next call."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Summed:
+    """The sum of a batch's gradients before the noise: it goes nowhere but into `noise`. `norms`: of the records'
+    gradients, where they are clipped. `buffers`: as in `Gradient`."""
 
-    def __call__(
-        self,
-        model: FlatModel,
-        inputs: Tensor,
-        targets: Tensor,
-        expected: float,
-        noise: NoiseSource,
-        records: int | None = None,
-    ) -> Gradient:
-        """`expected`: the expected batch size, which the sum is divided by. `records`: only so many of the first
-        records count, and the others fill up a step of fixed work (private steps alone have such)."""
+    total: Tensor
+    norms: Tensor | None = None
+    buffers: Tensor | None = None
+
+
+class GradientStep(Protocol):
+    """Turns a batch into a gradient at the model's current weights: `clip`, then `noise`."""
+
+    def clip(self, model: FlatModel, batch: Batch) -> Summed:
+        """The sum of the records' gradients, each clipped where the step is private. Overwritten by the next call."""
         ...
 
-    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor, records: int | None = None) -> None:
-        """The passes alone, with nothing kept of them: kernels are chosen and recorded before a step counts."""
+    def noise(self, model: FlatModel, summed: Summed, batch: Batch, source: NoiseSource) -> Gradient:
+        """The sum plus noise, divided by the expected size of the batch. Overwritten by the next call."""
         ...
 
 
@@ -72,33 +74,26 @@ class PlainStep:
         self._network = network
         self._sigma = sigma
         self._autocast = autocast
-        self._recorded: tuple[FlatModel, Callable[[Tensor, Tensor], None]] | None = None
+        self._captured: tuple[FlatModel, Callable[[Tensor, Tensor], None]] | None = None
 
-    def __call__(
-        self,
-        model: FlatModel,
-        inputs: Tensor,
-        targets: Tensor,
-        expected: float,
-        noise: NoiseSource,
-        records: int | None = None,
-    ) -> Gradient:
-        before = model.buffers.clone() if len(model.buffers) else None
-        self.rehearse(model, inputs, targets)
-        if self._sigma and model.grad.is_cuda:  # it promises nothing, so the fast normals in float32 will do
-            generator = noise.torch_generator(model.device)
-            model.grad.add_(torch.randn(len(model.grad), device=model.device, generator=generator), alpha=self._sigma)
-        elif self._sigma:
-            noise.add_normal(model.grad, self._sigma)
-        return Gradient(model.grad.div_(expected), None if before is None else model.buffers - before)
-
-    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor, records: int | None = None) -> None:
-        """The sum of the records' gradients, into `model.grad`."""
-        if self._recorded is None or self._recorded[0] is not model:
+    def clip(self, model: FlatModel, batch: Batch) -> Summed:
+        """Nothing is clipped. The sum lies in `model.grad`."""
+        if self._captured is None or self._captured[0] is not model:
             work = partial(self._sum, model, self._network(model.module))
-            self._recorded = (model, Recorded(work) if repeatable(model.module, self._loss) else work)
+            self._captured = (model, CapturedGraphs(work) if repeatable(model.module, self._loss) else work)
+        before = model.buffers.clone() if len(model.buffers) else None
         model.module.train()
-        self._recorded[1](laid_out(inputs), targets)
+        self._captured[1](laid_out(batch.inputs), batch.targets)
+        return Summed(model.grad, buffers=None if before is None else model.buffers - before)
+
+    def noise(self, model: FlatModel, summed: Summed, batch: Batch, source: NoiseSource) -> Gradient:
+        total = summed.total
+        if self._sigma and total.is_cuda:  # it promises nothing, so the fast normals in float32 will do
+            generator = source.torch_generator(model.device)
+            total.add_(torch.randn(len(total), device=model.device, generator=generator), alpha=self._sigma)
+        elif self._sigma:
+            source.add_normal(total, self._sigma)
+        return Gradient(total.div_(batch.expected), summed.buffers)
 
     def _sum(self, model: FlatModel, network: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> None:
         """The sum of the records' gradients, into `model.grad`."""
@@ -146,42 +141,30 @@ class PrivateStep:
     expected batch. With `adaptation` the step then moves `clip_norm`, which is public and one learner's own.
 
     Guarantee: one Gaussian mechanism of sensitivity `clip_norm`, whatever the model, the batch and its size. (The
-    engine takes a large Poisson batch in pieces; the noise is added once.) With `adaptation` the noised count belongs
+    clipper takes a large Poisson batch in pieces; the noise is added once.) With `adaptation` the noised count belongs
     to it: both together are one Gaussian of noise multiplier `with_count(noise_multiplier, count_noise)`.
     """
 
     def __init__(
-        self, engine: Engine, *, clip_norm: float, noise_multiplier: float, adaptation: Adaptation | None = None
+        self, clipper: Clipper, *, clip_norm: float, noise_multiplier: float, adaptation: Adaptation | None = None
     ) -> None:
         self.clip_norm = clip_norm
-        self._engine = engine
+        self._clipper = clipper
         self._noise_multiplier = noise_multiplier
         self._adaptation = adaptation
 
-    def rehearse(self, model: FlatModel, inputs: Tensor, targets: Tensor, records: int | None = None) -> None:
-        model.module.train()
-        self._clipped(inputs, targets, records)
-
-    def __call__(
-        self,
-        model: FlatModel,
-        inputs: Tensor,
-        targets: Tensor,
-        expected: float,
-        noise: NoiseSource,
-        records: int | None = None,
-    ) -> Gradient:
+    def clip(self, model: FlatModel, batch: Batch) -> Summed:
         model.module.train()  # an evaluation may have left it otherwise; the refusals were checked in this mode
-        clipped = self._clipped(inputs, targets, records)
-        noise.add_normal(clipped.total, self._noise_multiplier * self.clip_norm, out=model.grad, divisor=expected)
-        if self._adaptation is not None:
-            self.clip_norm = self._adaptation.next(self.clip_norm, clipped.norms, expected, noise)
-        return Gradient(model.grad)
-
-    def _clipped(self, inputs: Tensor, targets: Tensor, records: int | None) -> Clipped:
-        if records is None:
-            return self._engine.clipped_sum(inputs, targets, self.clip_norm)
-        found = self._engine.clipped_sum(inputs, targets, self.clip_norm, records)
+        found = self._clipper.clipped_sum(batch.inputs, batch.targets, self.clip_norm, batch.records)
+        if batch.records is None:
+            return Summed(found.total, found.norms)
         # What fills up the batch is counted neither above nor below the clip norm.
-        counted = torch.arange(len(found.norms), device=found.norms.device) < records
-        return Clipped(found.total, torch.where(counted, found.norms.double(), self.clip_norm))
+        counted = torch.arange(len(found.norms), device=found.norms.device) < batch.records
+        return Summed(found.total, torch.where(counted, found.norms.double(), self.clip_norm))
+
+    def noise(self, model: FlatModel, summed: Summed, batch: Batch, source: NoiseSource) -> Gradient:
+        scale = self._noise_multiplier * self.clip_norm
+        source.add_normal(summed.total, scale, out=model.grad, divisor=batch.expected)
+        if self._adaptation is not None and summed.norms is not None:
+            self.clip_norm = self._adaptation.next(self.clip_norm, summed.norms, batch.expected, source)
+        return Gradient(model.grad)

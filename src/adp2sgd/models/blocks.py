@@ -1,4 +1,4 @@
-"""What several families are made of. No layer works in place: an engine may still need what it recorded."""
+"""What several families are made of. No layer works in place: a clipper may still need what its tape holds."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int, standardize: bool
 class StandardizedConv(nn.Module):
     """A convolution whose weights, per output channel, have mean 0 and L2 norm `gain` (1 at the start).
 
-    No subclass of Conv2d: an engine that knows Conv2d's gradient must not take it for this layer's.
+    No subclass of Conv2d: a clipper that knows Conv2d's gradient must not take it for this layer's.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:

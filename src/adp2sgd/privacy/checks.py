@@ -20,8 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from adp2sgd.errors import Adp2sgdError, PrivacyError
-from adp2sgd.privacy.crowds import FAILURES, ORDINARY, SIZE, WATCHED, Rows
-from adp2sgd.privacy.together import refuse_coupled_backward, runs_own_code, sizes
+from adp2sgd.privacy.check_backward import refuse_coupled_backward, runs_own_code, sizes
+from adp2sgd.privacy.probe_rows import FAILURES, ORDINARY, SIZE, WATCHED, Rows
 
 if TYPE_CHECKING:
     from adp2sgd.task import Loss
@@ -45,9 +45,9 @@ def check_model(
     runs on synthetic rows and on a copy of the module in float64, where rounding cannot be taken for a coupling. It
     finds what moves a record's gradient by more than 1e-9 of its norm among ordinary others, or its loss by as much
     among unusual ones, or the gradient of a batch (of the run's size, if `expected` is the mean of it); it cannot prove
-    that nothing does. The engines prove that, or take records one by one (gradient/proof.py).
+    that nothing does. The clippers prove that, or take records one by one (gradient/proof.py).
     """
-    _refuse_batchnorm(module)
+    refuse_batchnorm(module)
     _refuse_coarse(module)
     warnings = []
     probe = _Probe.of(module, loss, inputs, targets, torch.float64)
@@ -256,7 +256,8 @@ def refuse_shape(losses: Tensor, count: int, error: type[Adp2sgdError] = Privacy
         )
 
 
-def _refuse_batchnorm(module: nn.Module) -> None:
+def refuse_batchnorm(module: nn.Module) -> None:
+    """Guarantee: no layer is BatchNorm, which computes statistics over the records of a batch."""
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm):
             kind = type(part).__name__

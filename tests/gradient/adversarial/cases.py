@@ -46,7 +46,7 @@ def task(case: str) -> Task:
     made = CASES[case]
     data = Records(*made.records(RECORDS))
     held_out = data.take(torch.arange(ODD + 1, RECORDS))
-    return Task(model=made.model, train=data, test=held_out, loss=made.loss, metric="loss", prepare=made.prepare)
+    return Task(model=made.model, train=data, test=held_out, loss=made.loss, prepare=made.prepare)
 
 
 def _fill(name: str, value: float) -> Callable[[Mapping[str, Tensor]], object]:
@@ -194,7 +194,7 @@ CASES: dict[str, Case] = {
         model=lambda: Apply(nn.Linear(WIDTH, 8, bias=False), lambda h: h[:, 0] - h[:, 1], nn.Linear(8, CLASSES)),
     ),
     "rounding": loop(
-        about="weights that leave nothing but rounding", engine="loop", records=floats(WIDTH, odd=1.0),
+        about="weights that leave nothing but rounding", clipper="loop", records=floats(WIDTH, odd=1.0),
         model=honest.linear_pair, weights=honest.cancelled, sizes=(4, 7, 65, 130), exact=False,
     ),
     # --- the backward pass couples records ---

@@ -326,7 +326,7 @@ class ScriptedAttribute(nn.Module):
 
 
 class ChangesItsInput(nn.Module):
-    """Large values are halved in the batch itself; a record of NaN makes an engine read the batch again."""
+    """Large values are halved in the batch itself; a record of NaN makes a clipper read the batch again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -87,8 +87,8 @@ WORDS = tokens(VOCABULARY)
 class Case:
     """One model, loss and source of records.
 
-    `engine`: the run's `privacy.engine`. `sizes`: of batches, beside those that every case meets. `weights`: what a
-    hostile neighbour sends after the choice of the engine, by parameter, in place. `widens`: whether the model runs in
+    `clipper`: the run's `privacy.clipper`. `sizes`: of batches, beside those that every case meets. `weights`: what a
+    hostile neighbour sends after the choice of the clipper, by parameter, in place. `widens`: whether the model runs in
     float64. `stateful`: a step changes the model, so that each is measured on one of its own. `exact`: False where a
     gradient is too large to be squared in float32, and may count as not finite.
     """
@@ -98,7 +98,7 @@ class Case:
     records: Source = ROWS
     loss: Loss = cross_entropy
     expect: str = "guarded"
-    engine: str = "auto"
+    clipper: str = "auto"
     clip: float = 0.5
     sizes: tuple[int, ...] = ()
     weights: Callable[[Mapping[str, Tensor]], object] | None = None

@@ -1,7 +1,7 @@
 """How far one record moves the clipped sum, through the path of a real run.
 
 A case (see `cases.py`) becomes a task. `Path.of` takes it through `engine.setup` as every run does: the refusals, the
-choice of the engine at the initial weights, the learner with its `PrivateStep`. Only the noise is left out.
+choice of the clipper at the initial weights, the learner with its `PrivateStep`. Only the noise is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from adp2sgd.config import Config, Privacy
+from adp2sgd.data.batches import Batch
 from adp2sgd.engine import setup
 from adp2sgd.errors import PrivacyError
 from adp2sgd.gradient.bookkeeping import BookKeeping
@@ -29,10 +30,11 @@ from adp2sgd.learner import Learner
 from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.task import Loss
 from cases import CASES
+from conftest import gradient_of
 from couplings import OUTLIERS
 from kinds import ODD, RECORDS, Case
 
-ENGINES = {BookKeeping: "fast", Functional: "vmap"}
+CLIPPERS = {BookKeeping: "fast", Functional: "vmap"}
 ClippedSum = Callable[[Tensor, Tensor, float], Tensor]
 """(inputs, targets, clip norm) → the clipped sum in float64."""
 
@@ -60,10 +62,10 @@ class Path:
     refusal: str = ""
 
     @classmethod
-    def of(cls, name: str, folder: Folder, engine: str | None = None) -> Path:
-        """Everything that precedes the first step of a run. `engine`: instead of the case's."""
-        engine = engine or CASES[name].engine
-        privacy = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, clip_norm=1.0, engine=engine)
+    def of(cls, name: str, folder: Folder, clipper: str | None = None) -> Path:
+        """Everything that precedes the first step of a run. `clipper`: instead of the case's."""
+        clipper = clipper or CASES[name].clipper
+        privacy = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, clip_norm=1.0, clipper=clipper)
         config = Config(
             task="cases:task", options={"case": name}, batch_size=16, epochs=1, seed=0, device="cpu", privacy=privacy
         )
@@ -80,13 +82,13 @@ class Path:
         """Who takes the gradients: "fast", "vmap" or "loop"; or "refused"."""
         if self.run is None:
             return "refused"
-        engine = self.run.compute.engine
-        return ENGINES.get(type(engine.chosen if isinstance(engine, Automatic) else engine), "loop")  # type: ignore[call-overload, no-any-return]
+        clipper = self.run.compute.clipper
+        return CLIPPERS.get(type(clipper.chosen if isinstance(clipper, Automatic) else clipper), "loop")  # type: ignore[call-overload, no-any-return]
 
     @property
     def why(self) -> str:
-        """Why not by the fast engine."""
-        return str(getattr(self.run and self.run.compute.engine, "reason", "")) or self.refusal
+        """Why not by the fast clipper."""
+        return str(getattr(self.run and self.run.compute.clipper, "reason", "")) or self.refusal
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float) -> Tensor:
         """What a step of the run adds its noise to."""
@@ -95,7 +97,8 @@ class Path:
         assert path.learner is not None
         noise, path.learner.clip_norm = Silent(), clip_norm
         with quiet():
-            path.learner._gradient_step(path.run.compute.model, inputs.clone(), targets.clone(), 16.0, noise)
+            step, batch = path.learner._gradient_step, Batch(inputs.clone(), targets.clone(), 16.0)
+            gradient_of(step, path.run.compute.model, batch, noise)
         return noise.total
 
     def anew(self) -> Path:
@@ -149,7 +152,7 @@ WEIGHTS: dict[str, Callable[[Tensor], Any]] = {
 """What a neighbour may send, made from the initial weights in place; "own" is the case's."""
 AMPLIFYING = ("huge", "overflowing")
 """Rounding, which may differ with the size of a batch, grows at these by any factor: docs/privacy.md says so, and that
-`privacy.engine = "loop"` is for them."""
+`privacy.clipper = "loop"` is for them."""
 
 
 def records(case: Case, count: int) -> tuple[Tensor, Tensor]:
@@ -186,7 +189,7 @@ def gradient_alone(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tenso
 def reference(path: Path, inputs: Tensor, targets: Tensor, clip_norm: float) -> Tensor:
     """The clipped sum by a loop over single records, in float64 where the model can, laid out like the weights.
 
-    A record whose gradient is not finite in the model's own type contributes nothing, as in every engine."""
+    A record whose gradient is not finite in the model's own type contributes nothing, as in every clipper."""
     assert path.run is not None
     dtype = torch.float64 if path.case.widens else torch.float32
     total = torch.zeros_like(path.run.compute.model.weights, dtype=torch.float64)

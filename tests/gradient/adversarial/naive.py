@@ -1,4 +1,4 @@
-"""Two engines as they are commonly written. They trust the model; the suite counts how often that is a mistake."""
+"""Two clippers as they are commonly written. They trust the model; the suite counts how often that is a mistake."""
 
 from __future__ import annotations
 

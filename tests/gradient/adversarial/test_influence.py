@@ -68,13 +68,13 @@ def test_no_record_moves_the_sum_by_more_than_the_clip_norm(name: str, tmp_path:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", CASES)
 def test_all_weights_and_sizes(name: str, weights: str, tmp_path: Folder) -> None:
-    path = Path.of(name, tmp_path, engine="loop" if weights in AMPLIFYING else None)
+    path = Path.of(name, tmp_path, clipper="loop" if weights in AMPLIFYING else None)
     if path.taken != "refused":
         check(path, weights, (3, 5) if path.case.stateful else ALL_SIZES)
 
 
-def exceeded(engine: Callable[..., Tensor], case: Case) -> float:
-    """The influence in a naive engine, in clip norms; 0 where it cannot take the model."""
+def exceeded(clipper: Callable[..., Tensor], case: Case) -> float:
+    """The influence in a naive clipper, in clip norms; 0 where it cannot take the model."""
     torch.manual_seed(0)
     inputs, targets = records(case, max((16, *case.sizes)))
     with quiet():
@@ -84,18 +84,18 @@ def exceeded(engine: Callable[..., Tensor], case: Case) -> float:
                 case.weights(dict(module.named_parameters()))
         try:
             return influence(
-                lambda x, y, clip_norm: engine(module, case.loss, x.clone(), y, clip_norm), inputs, targets, case.clip
+                lambda x, y, clip_norm: clipper(module, case.loss, x.clone(), y, clip_norm), inputs, targets, case.clip
             )
         except (RuntimeError, AttributeError, LookupError, NotImplementedError, TypeError):
             return 0.0
 
 
-def test_naive_engines_exceed_the_clip_norm_on_many_of_the_cases() -> None:
-    """The suite is worth its name: what it holds the engine to is not met by trusting the model."""
-    wrong = {name: [exceeded(engine, case) for engine in (by_vmap, by_hooks)] for name, case in CASES.items()}
+def test_naive_clippers_exceed_the_clip_norm_on_many_of_the_cases() -> None:
+    """The suite is worth its name: what it holds the clipper to is not met by trusting the model."""
+    wrong = {name: [exceeded(clipper, case) for clipper in (by_vmap, by_hooks)] for name, case in CASES.items()}
     caught = [name for name, found in wrong.items() if max(found) > NAIVE_BOUND]
     assert len(caught) >= NAIVE_CASES, caught
     assert len(CASES) >= 60
-    # They are sound engines else: ordinary models stay below the clip norm.
+    # They are sound clippers else: ordinary models stay below the clip norm.
     for name in ("logistic", "mlp", "convolution", "group_norm", "embedding", "folded"):
         assert max(wrong[name]) == pytest.approx(1, rel=1e-4), name

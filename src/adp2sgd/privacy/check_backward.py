@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 
 from adp2sgd.device import repeatable
 from adp2sgd.errors import PrivacyError
-from adp2sgd.privacy.crowds import FAILURES
+from adp2sgd.privacy.probe_rows import FAILURES
 
 if TYPE_CHECKING:
     from adp2sgd.task import Loss
@@ -25,7 +25,7 @@ LARGE = 1e3
 SPREAD = 4
 """Standard deviations of a Poisson batch beyond its expected size that are tried."""
 MOST = 1000
-"""Records that an engine takes at once, at most."""
+"""Records that a clipper takes at once, at most."""
 
 
 def sizes(records: int, expected: float | None) -> tuple[int, ...]:

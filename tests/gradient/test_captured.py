@@ -1,4 +1,4 @@
-"""Steps that are recorded once and replayed: what may be, what may not, and that filling rows up changes nothing."""
+"""Steps that are captured once and replayed: what may be, what may not, and that filling rows up changes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adp2sgd import device
-from adp2sgd.device import Recorded, repeatable
+from adp2sgd.device import CapturedGraphs, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import bookkeeping
 from adp2sgd.gradient.bookkeeping import PAD, BookKeeping
@@ -34,13 +34,13 @@ def network() -> FlatModel:
 
 
 class Moody(nn.Module):
-    """Chooses in Python: a recording would choose once for ever."""
+    """Chooses in Python: a tape would choose once for ever."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if random.random() < 0.5 else 2 * x
 
 
-def test_only_modules_that_do_the_same_at_every_call_are_recorded() -> None:
+def test_only_modules_that_do_the_same_at_every_call_are_captured() -> None:
     assert repeatable(MODELS["resnet18"](norm="group"), cross_entropy)
     assert not repeatable(nn.Sequential(nn.Linear(2, 2), Moody()), cross_entropy)
     assert not repeatable(nn.Linear(2, 2), lambda outputs, targets: outputs.sum(1))
@@ -55,18 +55,18 @@ def test_rows_that_fill_up_a_batch_add_nothing(records: int, copies: int) -> Non
     model = network()
     inputs, targets = images(records * copies)
     targets = targets[::copies].repeat_interleave(copies)
-    engine = BookKeeping(model, cross_entropy, copies=copies)
-    given = (inputs, targets, *engine._scalars(0.5, records))
-    padded = engine._padded(given, -records % PAD)
+    clipper = BookKeeping(model, cross_entropy, copies=copies)
+    given = (inputs, targets, *clipper._scalars(0.5, records))
+    padded = clipper._padded(given, -records % PAD)
     assert len(padded[0]) // copies % PAD == 0
-    total, norms = engine._sum(*padded)
+    total, norms = clipper._sum(*padded)
     expected = Loop(model, cross_entropy, copies=copies).clipped_sum(inputs, targets, 0.5)
     torch.testing.assert_close(total.double(), expected.total, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(norms[:records], expected.norms, rtol=1e-4, atol=1e-6)
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have engines take batches as a GPU would, on a CPU; gives the rows of each pass."""
+    """Have clippers take batches as a GPU would, on a CPU; gives the rows of each pass."""
     passes: list[int] = []
 
     def work(self: BookKeeping, inputs: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,12 +82,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("copies", [1, 2])
 def test_all_passes_have_one_size_whatever_the_batch(copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = as_on_a_gpu(monkeypatch)
-    engine = BookKeeping(network(), cross_entropy, copies=copies, expected=30)
+    clipper = BookKeeping(network(), cross_entropy, copies=copies, expected=30)
     for records in (1, 16, 30, 48, 60, 97):
         inputs, targets = images(records * copies)
         targets = targets[::copies].repeat_interleave(copies)
-        found = engine.clipped_sum(inputs, targets, 0.5)
-        expected = Loop(engine.model, cross_entropy, copies=copies).clipped_sum(inputs, targets, 0.5)
+        found = clipper.clipped_sum(inputs, targets, 0.5)
+        expected = Loop(clipper.model, cross_entropy, copies=copies).clipped_sum(inputs, targets, 0.5)
         torch.testing.assert_close(found.total.double(), expected.total, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(found.norms, expected.norms, rtol=1e-4, atol=1e-6)
     assert set(passes) == {48 * copies}  # 30 and two deviations, filled up to a multiple of 16
@@ -105,11 +105,11 @@ def test_a_pass_has_room_for_most_batches_or_an_even_share_of_them(
 
 def test_a_record_that_is_not_finite_does_not_change_how_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = as_on_a_gpu(monkeypatch)
-    engine = BookKeeping(network(), cross_entropy, expected=30)
+    clipper = BookKeeping(network(), cross_entropy, expected=30)
     inputs, targets = images(20)
-    without = engine.clipped_sum(inputs[1:], targets[1:], 0.5)
+    without = clipper.clipped_sum(inputs[1:], targets[1:], 0.5)
     inputs[0] = float("nan")
-    found = engine.clipped_sum(inputs, targets, 0.5)
+    found = clipper.clipped_sum(inputs, targets, 0.5)
     assert torch.equal(found.total, without.total)
     assert torch.equal(found.norms[1:], without.norms)
     assert torch.isinf(found.norms[0])
@@ -119,13 +119,13 @@ def test_a_record_that_is_not_finite_does_not_change_how_others_are_taken(monkey
 def test_with_dropout_too_a_huge_record_does_not_change_the_size_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = as_on_a_gpu(monkeypatch)
     torch.manual_seed(0)
-    engine = BookKeeping(FlatModel(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 2))), cross_entropy, expected=30)
-    engine.model.module.train()
+    clipper = BookKeeping(FlatModel(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 2))), cross_entropy, expected=30)
+    clipper.model.module.train()
     inputs, targets = torch.randn(20, 8), torch.zeros(20, dtype=torch.int64)
     inputs[0] = 0
     inputs[0, 0] = 3e38  # twice that, where it is not dropped, is infinite
     for _ in range(20):
-        engine.clipped_sum(inputs, targets, 1.0)
+        clipper.clipped_sum(inputs, targets, 1.0)
     assert set(passes) == {48}
 
 
@@ -144,10 +144,10 @@ class Counting(nn.Module):
 def test_a_trial_leaves_the_model_and_the_generators_as_they_are() -> None:
     model = FlatModel(nn.Sequential(Counting(), nn.Linear(8, 2)))
     before = torch.get_rng_state()
-    engine = build(model, cross_entropy, piece=64)
-    assert isinstance(engine, Automatic)
-    engine.settle(torch.zeros(0, 8), torch.zeros(0, dtype=torch.int64))
-    assert engine.chosen is engine.bookkeeping
+    clipper = build(model, cross_entropy, piece=64)
+    assert isinstance(clipper, Automatic)
+    clipper.settle(torch.zeros(0, 8), torch.zeros(0, dtype=torch.int64))
+    assert clipper.chosen is clipper.bookkeeping
     assert torch.equal(torch.get_rng_state(), before)
     assert model.module[0].calls == 0
 
@@ -155,21 +155,21 @@ def test_a_trial_leaves_the_model_and_the_generators_as_they_are() -> None:
 @pytest.mark.gpu
 @NEEDS_GPU
 def test_replayed_sums_equal_the_loop() -> None:
-    """Clip norm, weights, batch size and data change between replays; nothing of the recording may stick."""
+    """Clip norm, weights, batch size and data change between replays; nothing of the tape may stick."""
     model = network()
     on_gpu = FlatModel(MODELS["cnn"](size=8, channels=1, norm="group"), "cuda")
-    engine = BookKeeping(on_gpu, cross_entropy)
+    clipper = BookKeeping(on_gpu, cross_entropy)
     generator = torch.Generator().manual_seed(1)
     for round_ in range(4 * (device.SETTLED + 2)):
         model.weights.add_(torch.randn(len(model.weights), generator=generator), alpha=0.01)
         on_gpu.weights.copy_(model.weights)
         inputs, targets = images(PAD + round_ % 4)
         clip = 0.1 * (1 + round_ % 3)
-        found = engine.clipped_sum(inputs.cuda(), targets.cuda(), clip)
+        found = clipper.clipped_sum(inputs.cuda(), targets.cuda(), clip)
         expected = Loop(model, cross_entropy).clipped_sum(inputs, targets, clip)
         torch.testing.assert_close(found.total.cpu().double(), expected.total, rtol=1e-3, atol=1e-4 * clip)
         torch.testing.assert_close(found.norms.cpu(), expected.norms, rtol=1e-3, atol=1e-4)
-    assert engine._recorded[True]._graphs
+    assert clipper._captured[True]._graphs
 
 
 @pytest.mark.gpu
@@ -177,16 +177,16 @@ def test_replayed_sums_equal_the_loop() -> None:
 def test_a_record_that_is_not_finite_stays_out_of_a_replayed_sum() -> None:
     model = network()
     model = FlatModel(model.module, "cuda")
-    engine = BookKeeping(model, cross_entropy)
+    clipper = BookKeeping(model, cross_entropy)
     inputs, targets = (t.cuda() for t in images(PAD))
     for _ in range(device.SETTLED + 2):
-        engine.clipped_sum(inputs, targets, 1.0)
-    assert engine._recorded[True]._graphs
-    expected = engine.clipped_sum(inputs[1:], targets[1:], 1.0)
+        clipper.clipped_sum(inputs, targets, 1.0)
+    assert clipper._captured[True]._graphs
+    expected = clipper.clipped_sum(inputs[1:], targets[1:], 1.0)
     bad = inputs.clone()
     bad[0] = float("nan")
     expected_total = expected.total.clone()
-    found = engine.clipped_sum(bad, targets, 1.0)
+    found = clipper.clipped_sum(bad, targets, 1.0)
     assert torch.isinf(found.norms[0])
     torch.testing.assert_close(found.total, expected_total, rtol=1e-4, atol=1e-5)
 
@@ -194,25 +194,25 @@ def test_a_record_that_is_not_finite_stays_out_of_a_replayed_sum() -> None:
 def test_a_filling_row_that_dropout_makes_infinite_spoils_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that fill up copy the first record but draw their own dropout, and 0 times infinity is no number."""
     model = network()
-    engine = BookKeeping(model, cross_entropy)
+    clipper = BookKeeping(model, cross_entropy)
     given = images(PAD - 1)
-    expected = engine.clipped_sum(*given, 1.0)
+    expected = clipper.clipped_sum(*given, 1.0)
 
     def replayed(inputs: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         norms = torch.ones(len(inputs))
         norms[-1] = float("inf")
         return torch.full_like(model.weights, float("nan")), norms
 
-    monkeypatch.setattr(engine, "_recorded", {True: replayed})
+    monkeypatch.setattr(clipper, "_captured", {True: replayed})
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr("adp2sgd.gradient.bookkeeping.laid_out", lambda inputs: inputs)
-    found = engine.clipped_sum(*given, 1.0)
+    found = clipper.clipped_sum(*given, 1.0)
     torch.testing.assert_close(found.total, expected.total)
 
 
 def test_a_batch_of_another_size_is_never_replayed() -> None:
     seen: list[int] = []
-    work = Recorded(lambda inputs, targets: seen.append(len(inputs)))
+    work = CapturedGraphs(lambda inputs, targets: seen.append(len(inputs)))
     for size in (4, 4, 4, 4, 3, 4, 0):
         work(torch.zeros(size, 2), torch.zeros(size))
     assert seen == [4, 4, 4, 4, 3, 4, 0]
@@ -220,9 +220,9 @@ def test_a_batch_of_another_size_is_never_replayed() -> None:
 
 @pytest.mark.gpu
 @NEEDS_GPU
-def test_recording_goes_on_after_too_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capturing_goes_on_after_too_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "MOST_GRAPHS", 1)
-    doubled = Recorded(lambda x: 2 * x)
+    doubled = CapturedGraphs(lambda x: 2 * x)
     for size in (3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4):
         x = torch.rand(size, device="cuda")
         torch.testing.assert_close(doubled(x), 2 * x)

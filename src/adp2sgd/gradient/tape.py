@@ -30,7 +30,7 @@ class Source:
     derived: bool
 
 
-class Recording(TorchFunctionMode):
+class Tape(TorchFunctionMode):
     """One forward and backward pass over `n` records. After it, `measured` and `uses` say all about the gradients;
     `held` counts the bytes that were recorded."""
 

@@ -1,4 +1,4 @@
-"""The contract of a per-sample-clipping engine."""
+"""The contract of a clipper: the sum of per-record gradients, each clipped to one norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clipped:
     norms: Tensor
 
 
-class Engine(Protocol):
+class Clipper(Protocol):
     """Built once for a `FlatModel` and a per-record loss; reads the model's current weights at each call."""
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
