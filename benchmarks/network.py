@@ -21,8 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import socket
 import statistics
+import subprocess
 import sys
 import threading
 import time
