@@ -169,11 +169,21 @@ def models(json: Json = False) -> None:
     view.table("models", ["name", "parameters", "MiB", "multiply-adds"], rows)
 
 
-@app.command(epilog="Example: adp2sgd demo")
-def demo(json: Json = False) -> None:
+@app.command(epilog="Example: adp2sgd demo --sites")
+def demo(
+    sites: Annotated[
+        bool, typer.Option("--sites", help="Four hospitals over TLS instead, one killed and restarted.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """SYNC against ADPSGD on handwritten digits, 8 learners, one of them 10 times slower. Takes seconds."""
     from adp2sgd.cli import view
 
+    if sites:
+        with view.waiting():
+            from adp2sgd.cli import demo_sites
+        demo_sites.play(as_json=json)
+        return
     with view.waiting():
         from adp2sgd.cli import demo as story
 
