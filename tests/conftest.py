@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from torch import Tensor
 
-from adp2sgd.config import Config, Optimizer
+from adp2sgd import config
+from adp2sgd.config import Config
 from adp2sgd.data import cifar10, heart
-from adp2sgd.data.batches import PoissonBatches
+from adp2sgd.data.batches import Batch, PoissonBatches
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.privatize import PlainStep
+from adp2sgd.gradient.privatize import GradientStep, PlainStep
 from adp2sgd.learner import Learner
+from adp2sgd.optimizer import Optimizer
 from adp2sgd.progress import Progress
+from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.randomness.streams import Streams
-from adp2sgd.task import Task, resolve
+from adp2sgd.sampler import Sampler
+from adp2sgd.task import Task
+from adp2sgd.tasks import resolve
 
 ROOT = Path(__file__).parents[1]
 REAL_DATA = ROOT.parent / "shared" / "data"
@@ -71,26 +77,29 @@ def quadratic_config() -> Config:
         seed=1,
         device="cpu",
         options={"records": 200, "dimension": 3},
-        optimizer=Optimizer(lr=0.1),
+        optimizer=config.Optimizer(lr=0.1),
     )
 
 
 def make_learner(number: int, task: Task | None = None, **optimizer: float) -> Learner:
     """A learner on its own, outside any engine."""
     task = task or resolve("quadratic", {"records": 50, "dimension": 3})
-    streams = Streams(0, number)
+    streams, model = Streams(0, number), FlatModel(task.model())
+    batches = PoissonBatches(len(task.train), 10, streams)
     return Learner(
         number=number,
-        task=task,
-        model=FlatModel(task.model()),
-        records=task.train,
-        batches=PoissonBatches(len(task.train), 10, streams),
+        model=model,
+        sampler=Sampler(task, task.train, batches, streams, model.device),
         gradient_step=PlainStep(task.loss),
-        optimizer=Optimizer(**{"lr": 0.1, **optimizer}),
-        progress=Progress(number),
-        steps_per_epoch=5.0,
+        optimizer=Optimizer(config.Optimizer(**{"lr": 0.1, **optimizer}), model.weights),
+        progress=Progress(number, steps_per_epoch=5.0),
         streams=streams,
     )
+
+
+def gradient_of(step: GradientStep, model: FlatModel, batch: Batch, source: NoiseSource) -> Tensor:
+    """What a learner descends with."""
+    return step.noise(model, step.clip(model, batch), batch, source).vector
 
 
 def adp2sgd(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -106,3 +115,14 @@ def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cifar10, "URL", "http://127.0.0.1:9/cifar-10-binary.tar.gz")
     monkeypatch.setattr(heart, "URL", "http://127.0.0.1:9/")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread and one seed: sums have one order, and a failing example can be run again."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest")

@@ -85,6 +85,18 @@ class Adp2sgdWarning(UserWarning):
     """A warning of this package. Its text holds no value of a record, so private mode shows it."""
 
 
+class OtherProcessError(Exception):
+    """Stands for an error of a worker process, whose traceback stays there."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        """`kind`: what the function of that name says of the error; it holds no part of `text`."""
+        super().__init__(kind, text)
+        self.kind, self.text = kind, text
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
 def tellable(error: BaseException) -> bool:
     """Whether the text of the error is known to quote no record: one of ours, raised by our own code."""
     return isinstance(error, Adp2sgdError) and _modules(error)[-1:] == ["adp2sgd"]
@@ -103,6 +115,8 @@ def kind(error: BaseException) -> str:
 
     Guarantee: holds no part of the error's text.
     """
+    if isinstance(error, OtherProcessError):
+        return error.kind
     libraries = {"torch", "numpy", *sys.stdlib_module_names}
     passed = list(zip(traceback.extract_tb(error.__traceback__), _modules(error), strict=True))
     ours = [frame for frame, module in passed if module == "adp2sgd"]

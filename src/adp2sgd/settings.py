@@ -10,7 +10,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
@@ -87,11 +87,13 @@ def typed(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, hint | Mapping):
             raise ConfigError(f"{key} = {shown(value)} must be a table; write [{key}]")
         return section(hint, value) if isinstance(value, Mapping) else value
+    if hint is object:
+        return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
-        return value if value is None else typed(next(a for a in arguments if a is not types.NoneType), value, key)
-    if origin is tuple and isinstance(value, list | tuple):
-        if arguments[-1] is Ellipsis:
+        return _one_of_several([each for each in arguments if each is not types.NoneType], value, key)
+    if origin in (tuple, Sequence) and isinstance(value, list | tuple):
+        if origin is Sequence or arguments[-1] is Ellipsis:
             return tuple(typed(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
         if len(value) != len(arguments):
             raise ConfigError(f"{key} = {list(value)} must hold {len(arguments)} values")
@@ -101,7 +103,7 @@ def typed(hint: Any, value: Any, key: str) -> Any:
             value = hint(value)  # integers serve as floats, and numpy's numbers as Python's
     elif hint is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
-    kind = {tuple: list}.get(origin, origin or hint)
+    kind = list if origin is tuple or (origin is Sequence and arguments[0] not in (str, object)) else origin or hint
     matches = isinstance(value, Mapping) if kind is Mapping or origin is Mapping else isinstance(value, kind)
     if (
         not matches
@@ -112,9 +114,19 @@ def typed(hint: Any, value: Any, key: str) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+def _one_of_several(hints: Sequence[Any], value: Any, key: str) -> Any:
+    """None stays None; else the first of the types that fits."""
+    if value is None:
+        return None
+    for hint in hints[:-1]:
+        with suppress(ConfigError):
+            return typed(hint, value, key)
+    return typed(hints[-1], value, key)
+
+
 def in_words(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", str: 'a string in "quotes"', bool: "true or false"}
-    if typing.get_origin(hint) is tuple:
+    if typing.get_origin(hint) in (tuple, Sequence):
         return "a list"
     return names.get(hint, "a table")
 

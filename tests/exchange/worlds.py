@@ -21,7 +21,7 @@ from adp2sgd.exchange.protocol import Answer, Commit, Exchange, Message, Request
 from adp2sgd.exchange.shared import Post, SharedCarrier, make_mail
 from adp2sgd.exchange.slots import Layout
 from adp2sgd.learner import Learner
-from adp2sgd.task import resolve
+from adp2sgd.tasks import resolve
 from certificates import identity, site
 from conftest import make_learner
 from socket_carrier import SocketCarrier

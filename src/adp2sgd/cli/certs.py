@@ -13,6 +13,7 @@ from adp2sgd.errors import ConfigError
 if TYPE_CHECKING:
     from adp2sgd.identity.authority import Authority
     from adp2sgd.identity.certificates import Certificate
+    from adp2sgd.identity.revocation import Revoked
 
 certs = typer.Typer(
     help="Make the consortium's authority, certify sites, renew and revoke.",
@@ -139,7 +140,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
     if (path / AUTHORITY_KEY).exists():
         opened = Authority.open(path)
-        found, revoked = [opened.certificate, *opened.issued()], opened.revoked
+        found = [opened.certificate, *opened.issued()]
+        revoked: Revoked | None = opened.revoked
     else:
         found = [read_certificate(path / SITE if path.is_dir() else path)]
         beside = path if path.is_dir() else path.parent

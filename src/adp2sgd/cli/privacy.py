@@ -109,10 +109,10 @@ def privacy_spent(
     from dataclasses import asdict
 
     from adp2sgd.cli import view
-    from adp2sgd.privacy.statement import statement
+    from adp2sgd.privacy.spent import spent_in
 
     with view.waiting("composing the steps"):
-        rows = statement(path, delta, adjacency)
+        rows = spent_in(path, delta, adjacency)
     if json:
         view.print_json([asdict(row) for row in rows])
         return

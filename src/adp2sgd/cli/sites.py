@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from adp2sgd.cli.live import Open, Port, Serve, show
 from adp2sgd.cli.privacy import Json
 
 if TYPE_CHECKING:
@@ -41,15 +42,21 @@ def join(
     view.print_json(result.to_dict()) if json else view.print_run(result)
 
 
-@sites.command(epilog="Example: adp2sgd status runs/heart-cleveland")
+@sites.command(epilog="Example: adp2sgd status runs/heart-cleveland --serve --open")
 def status(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     json: Json = False,
+    serve: Serve = False,
+    port: Port = 0,
+    browser: Open = False,
 ) -> None:
     """Who is there, last exchanges, steps, and what of the own ε is spent. Works while the run goes on."""
     from adp2sgd.cli import view
     from adp2sgd.errors import ConfigError
 
+    if serve or browser:
+        show(run, port, browser)
+        return
     with view.waiting():
         from adp2sgd.engine.status import read_status
         from adp2sgd.run_folder import Folder

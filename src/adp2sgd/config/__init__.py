@@ -10,8 +10,8 @@ from adp2sgd.config.run import (
     difference,
     differing,
     from_dict,
-    load,
-    loads,
+    load_config,
+    loads_config,
     naming,
 )
 from adp2sgd.config.sections import PARTNERS, Data, Network, Speeds, Topology
@@ -35,9 +35,9 @@ __all__ = [
     "difference",
     "differing",
     "from_dict",
-    "load",
+    "load_config",
     "load_run",
     "load_site",
-    "loads",
+    "loads_config",
     "naming",
 ]

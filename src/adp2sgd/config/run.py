@@ -96,7 +96,7 @@ class Config(Section):
         return from_dict(raw)
 
 
-def load(path: str | Path) -> Config:
+def load_config(path: str | Path) -> Config:
     """The configuration in a TOML file. Where it names a task of one's own, `Config.replace(task=…)` must name it too
     before anything is imported."""
     try:
@@ -105,10 +105,10 @@ def load(path: str | Path) -> Config:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a TOML file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file; give the path of a TOML file") from None
-    return loads(text, str(path))
+    return loads_config(text, str(path))
 
 
-def loads(text: str, name: str = "configuration") -> Config:
+def loads_config(text: str, name: str = "configuration") -> Config:
     """The configuration in a TOML text."""
     try:
         raw = tomllib.loads(text)

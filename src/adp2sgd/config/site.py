@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from adp2sgd.config.privacy import Privacy
-from adp2sgd.config.run import Config, load
+from adp2sgd.config.run import Config, load_config
 from adp2sgd.config.sections import Data
 from adp2sgd.errors import ConfigError
 from adp2sgd.settings import Section, require, section
@@ -80,7 +80,7 @@ def load_site(path: str | Path) -> SiteFile:
 
 def load_run(path: str | Path) -> Config:
     """run.toml, for sites: what cannot hold between sites is refused."""
-    config = load(path)
+    config = load_config(path)
     if config.seed is not None:
         raise ConfigError(
             f"seed = {config.seed} in {path} would publish the noise of every site, and with it their records; remove "

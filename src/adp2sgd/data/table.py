@@ -73,7 +73,7 @@ def load(
         classes=chosen.outputs,
         fitted=", ".join(schema.fitted) or None,
         loss=chosen.loss,
-        metric=chosen.metric,
+        metrics=chosen.metrics,
         encoder=encoder,
     )
 

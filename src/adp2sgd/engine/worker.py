@@ -306,14 +306,12 @@ class Worker:
             (0.0 if measured else self.config.evaluate_every, self.background.evaluate),
             (self.config.checkpoint_every, self.background.checkpoint),
         ):
-            steps = every * self.plan.steps_per_epoch
-            if steps and before // steps != total // steps:
+            if self.plan.passed(every, before, total):
                 act()
 
     def report(self) -> tuple[LearnerStatus, int]:
         """What the supervisor hears five times a second."""
         learner, background = self.learner, self.background
-        metrics = background.metrics
         notes = (*self.notes, *filter(None, (background.trouble, REFUSED if learner.progress.refused else None)))
         status = LearnerStatus(
             learner=self.place.learner,
@@ -323,8 +321,7 @@ class Worker:
             pid=os.getpid(),
             counters=Counters.of(learner.steps, self.staleness, self.exchange.tally),
             rate=self._rate(),
-            loss=None if metrics is None else metrics.loss,
-            accuracy=None if metrics is None else metrics.accuracy,
+            metrics=background.metrics,
             drawn=None if learner.budget is None else learner.budget.steps,
             clip_norm=learner.clip_norm,
             notes=notes,

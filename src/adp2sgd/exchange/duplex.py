@@ -93,6 +93,7 @@ class DuplexExchange(Exchange):
     def __init__(self, learner: Learner, carrier: DuplexCarrier, *, first: int = 1, at_once: int = 2) -> None:
         super().__init__(learner, carrier, first=first, at_once=at_once)
         self._deals: dict[int, Deal] = {}
+        self._gathered: Message | None = None  # the last message whose snapshot a deal has taken over
 
     def expire(self, partner: int) -> None:
         mine = self._end(partner)
@@ -170,7 +171,7 @@ class DuplexExchange(Exchange):
         if isinstance(message, Ready):
             deal.ready = True
         else:
-            deal.theirs = message
+            deal.theirs = self._gathered = message
         if isinstance(message, Offer):
             self.under_way[partner] = ready = self._message(Ready, partner, message.initiator, message.number)
             if not self._send(ready):
@@ -207,5 +208,4 @@ class DuplexExchange(Exchange):
         self.carrier.expose(any(deal.mine is not None for deal in self._deals.values()))
 
     def _keeps(self, message: Message) -> bool:
-        deal = self._deals.get(message.sender)
-        return deal is not None and deal.theirs is message
+        return message is self._gathered  # `_end` releases it, perhaps before this is asked

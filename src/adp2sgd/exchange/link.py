@@ -119,9 +119,9 @@ class Link:
             told = self._tell(refused)
             return str(refused)
         except ClosedError as closed:
-            return str(closed)
+            return self._ending or str(closed)
         finally:
-            self._shut(told)
+            self._shut(told or self._ending is not None)
 
     def _loop(self, selector: selectors.BaseSelector) -> str:
         writing, until = False, None
@@ -160,6 +160,8 @@ class Link:
 
     def _write(self) -> bool:
         if not self._stream.unsent:
+            while self._streams and self._streams[0].ended and not len(self._body):  # sent, cancelled or empty
+                self._host.sent(self._streams.popleft().vector)
             for piece in self._pieces():
                 self._stream.encrypt(piece)
         sent = self._stream.flush()
@@ -174,28 +176,18 @@ class Link:
         if not len(self._body):
             with self._mutex:
                 frames = list(self._small)
+                self.frames_out += len(frames)  # first: whoever finds nothing queued finds it counted
                 self._small.clear()
-            self.frames_out += len(frames)
             if frames:
                 return [memoryview(b"".join(frames))]
-            if not self._next_part(pieces):
+            if not self._streams:
                 return []
+            head, self._body = self._streams[0].frame()
+            pieces.append(memoryview(head))
         pieces.append(self._body[:WINDOW])
+        self.frames_out += len(self._body) <= WINDOW
         self._body = self._body[WINDOW:]
-        if not len(self._body):
-            self.frames_out += 1
-            if self._streams[0].ended:
-                self._host.sent(self._streams.popleft().vector)
         return pieces
-
-    def _next_part(self, pieces: list[memoryview]) -> bool:
-        while self._streams and self._streams[0].ended:  # it was cancelled, or is empty
-            self._host.sent(self._streams.popleft().vector)
-        if not self._streams:
-            return False
-        head, self._body = self._streams[0].frame()
-        pieces.append(memoryview(head))
-        return True
 
     def _stop(self, key: tuple[int, int]) -> None:
         for outgoing in list(self._streams):

@@ -124,6 +124,8 @@ class Reader:
         self._await(self._head, self._headed)
 
     def _open_part(self, header: Mapping[str, Any]) -> None:
+        if not self._body_bytes:
+            raise RefusedError("a part of a model without numbers")
         if len(self._scratch) < self._body_bytes:
             self._scratch = memoryview(bytearray(wire.CHUNK))
         number = header.get("stream")

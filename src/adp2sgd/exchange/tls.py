@@ -67,7 +67,10 @@ class SecureStream:
                 return self._tls.getpeercert(binary_form=True) or b""
 
     def write_frame(self, header: dict[str, Any], deadline: float) -> None:
-        self._tls.write(wire.frame(header))
+        try:
+            self._tls.write(wire.frame(header))
+        except ssl.SSLError as error:  # after an alert nothing can be said
+            raise ClosedError(_explained(error)) from None
         self._push(deadline)
 
     def read_frame(self, deadline: float) -> dict[str, Any]:
@@ -161,8 +164,7 @@ class SecureStream:
         """
         with contextlib.suppress(OSError, ssl.SSLError, ValueError):
             self.socket.settimeout(LINGER_S)
-            if not reason:
-                self._tls.unwrap()
+            self._tls.unwrap()
         with contextlib.suppress(OSError):
             self.socket.sendall(bytes(self._unsent) + self._leaving.read())
             if reason:

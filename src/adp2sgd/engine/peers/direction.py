@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from adp2sgd.engine.evaluate import Metrics
+from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.engine.status import RunStatus
 from adp2sgd.run_folder import Point
@@ -34,7 +34,7 @@ class SiteDirection(threading.Thread):
         self._closing = threading.Event()
         self._mutex = threading.Lock()
         self._looked_at = 0.0
-        self._seen: Metrics | None = None
+        self._seen: Figures | None = None
 
     def beat(self) -> None:
         with self._mutex:
@@ -68,8 +68,7 @@ class SiteDirection(threading.Thread):
             global_steps=steps,
             epoch=plan.epoch(steps),
             seconds=time.monotonic() - self.zero,
-            loss=metrics.loss,
-            accuracy=metrics.accuracy,
+            metrics=metrics,
             consensus=self._worker.settling.consensus,
             learners=1,
         )

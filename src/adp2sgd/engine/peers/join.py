@@ -26,7 +26,8 @@ from adp2sgd.flat import FlatModel
 from adp2sgd.identity.credentials import Credentials, Paths
 from adp2sgd.identity.roster import split_address
 from adp2sgd.run_folder import Folder, Run
-from adp2sgd.task import Task, resolve
+from adp2sgd.task import Task
+from adp2sgd.tasks import resolve
 
 SWITCH_S = 0.0005  # how long Python's training thread may keep the exchange thread from answering
 

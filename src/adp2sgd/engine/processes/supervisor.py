@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adp2sgd.data.indexed import detached
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.engine.processes.control import LAST_WORDS, SUPERVISOR, line_of
 from adp2sgd.engine.processes.forkserver import ForkServer
@@ -151,20 +152,10 @@ class Supervisor:
 
     @property
     def status(self) -> RunStatus:
-        plan = self.setup.plan
-        return RunStatus(
-            task=plan.config.task,
-            algorithm=plan.config.algorithm,
-            clock="real",
-            seconds=self.seconds,
-            global_steps=self.global_steps,
-            target_steps=plan.target_steps,
-            epoch=plan.epoch(self.global_steps),
-            epochs=plan.config.epochs,
-            learners=tuple(map(self._learner_status, self.seats)),
-            curve=tuple(self.curve),
-            notes=tuple(self.notes),
-        )
+        return RunStatus.of(
+            self.setup.plan, self.global_steps, self.seconds, map(self._learner_status, self.seats),
+            clock="real", curve=self.curve, notes=self.notes,
+        )  # fmt: skip
 
     def _learner_status(self, seat: Seat) -> LearnerStatus:
         status, spending = seat.total_status, self._spending
@@ -176,13 +167,14 @@ class Supervisor:
         )
 
     def _pack(self) -> tuple[int, list[int]]:
-        """What the learners inherit: plan and task without training records, and for each its own site's."""
+        """What the learners inherit: plan and task without training records, and for each its own site's. All
+        inherit a dataset that is read by index, and each the numbers of its own site's records."""
         setup = self.setup
         nothing = setup.task.train.take(torch.empty(0, dtype=torch.int64))
         largest = max(map(len, setup.shards))
         task = pack((setup.plan, replace(setup.task, train=nothing)))
         sites = (setup.site(seat.learner) for seat in self.seats)
-        return task, [pack((site.name, site.task.train, largest)) for site in sites]
+        return task, [pack((site.name, detached(site.task.train), largest)) for site in sites]
 
     def _collect(self) -> None:
         """The last models, for evaluation: the learners left them in their memories, so a full disk loses none."""
