@@ -15,18 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from adp2sgd import config
-from adp2sgd.cli import view
+from adp2sgd.cli.liveview import watching
+from adp2sgd.cli.view import named
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds
 from adp2sgd.device import can_compile, laid_out, let_go, precision_on
 from adp2sgd.engine import simulate, train
 from adp2sgd.engine.compute import pick_device
-from adp2sgd.engine.evaluate import Metrics, average, evaluate
+from adp2sgd.engine.evaluate import Figures, evaluate
 from adp2sgd.engine.setup import Setup, prepare
 from adp2sgd.engine.simulation import checkpoint
 from adp2sgd.engine.status import RunStatus
+from adp2sgd.engine.theta import mean_of
 from adp2sgd.errors import DivergedError
 from adp2sgd.run_folder import Folder, Point, Run, read_result
-from adp2sgd.task import Augment, Task, digits
+from adp2sgd.task import Augment, Task
+from adp2sgd.tasks.generated import digits
 from reproduction import paper
 from reproduction.cells import Cell, Choice
 
@@ -39,12 +42,14 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"  # the configurations
 def recipe(model: str, choice: Choice) -> Config:
     """The paper's configuration for a model, or its small form on handwritten digits."""
     family = paper.family(model)
-    base = config.load(EXPERIMENTS / f"paper_{family}.toml").replace(device=choice.device)
+    base = config.load_config(EXPERIMENTS / f"paper_{family}.toml").replace(device=choice.device)
     if choice.quick:
         return _small(base, family)
     device = pick_device(choice.device)
     if model == "lstm_small":
-        return config.load(EXPERIMENTS / "speech_small.toml").replace(device=choice.device, topology=base.topology)
+        return config.load_config(EXPERIMENTS / "speech_small.toml").replace(
+            device=choice.device, topology=base.topology
+        )
     if family == "speech":  # in bfloat16 torch would run an LSTM in float16, and it has nothing to compile in one
         return base.replace(task=f"{family}/{model}")
     fused = can_compile(device) and not choice.processes and not choice.private
@@ -83,7 +88,7 @@ def digit_rows(**options: int) -> Task:
 
 def stretched(optimizer: Optimizer, factor: float) -> Optimizer:
     """The same course of learning rates in `factor` times the epochs."""
-    schedule = tuple((epoch * factor, rate) for epoch, rate in optimizer.schedule)
+    schedule = tuple((epoch * factor, rate) for epoch, rate in optimizer.rates)
     warmup = optimizer.warmup.replace(epochs=optimizer.warmup.epochs * factor)
     return optimizer.replace(schedule=schedule, warmup=warmup, decay=optimizer.decay ** (1 / factor))
 
@@ -91,7 +96,7 @@ def stretched(optimizer: Optimizer, factor: float) -> Optimizer:
 def doubled(settings: Config) -> Config:
     """Case III: twice the batch at twice the learning rate."""
     optimizer = settings.optimizer
-    schedule = tuple((epoch, 2 * rate) for epoch, rate in optimizer.schedule)
+    schedule = tuple((epoch, 2 * rate) for epoch, rate in optimizer.rates)
     warmup = optimizer.warmup.replace(from_=2 * optimizer.warmup.from_)
     fast = optimizer.replace(lr=2 * optimizer.lr, schedule=schedule, warmup=warmup)
     return settings.replace(batch_size=2 * settings.batch_size, optimizer=fast)
@@ -130,7 +135,7 @@ def cell(
 
 def private_recipe(algorithm: str, seed: int, choice: Choice) -> Cell:
     """What the paper's claim should be replaced by: the accuracy of a model that suits privacy, at ε = 8."""
-    base = config.load(EXPERIMENTS / "cifar10_private.toml").replace(device=choice.device)
+    base = config.load_config(EXPERIMENTS / "cifar10_private.toml").replace(device=choice.device)
     epochs = choice.epochs or base.epochs
     settings = base.replace(
         algorithm=algorithm,
@@ -213,12 +218,15 @@ def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> d
     rate = None if resumed else round(run.global_steps * settings.batch_size / took)  # of a whole run only
     figures |= _figures(run) | {"images_per_second": rate}
     if not processes and settings.options.get("norm") == "batch":
-        setup, theta = prepare(settings), average(_states(folder, settings))
+        setup, theta = prepare(settings), mean_of(_states(folder, settings)).theta
         again = recomputed(setup, theta)
-        figures |= {"accuracy_recomputed": again.accuracy, "loss_recomputed": again.loss}
+        figures |= {"accuracy_recomputed": again.get("accuracy"), "loss_recomputed": again["loss"]}
         if setup.task.augment is not None:
             again = recomputed(setup, theta, augment=setup.task.augment)
-            figures |= {"accuracy_recomputed_augmented": again.accuracy, "loss_recomputed_augmented": again.loss}
+            figures |= {
+                "accuracy_recomputed_augmented": again.get("accuracy"),
+                "loss_recomputed_augmented": again["loss"],
+            }
     return figures
 
 
@@ -235,7 +243,7 @@ def _simulated(settings: Config, folder: Path, resume: bool, points: dict[int, P
         points |= {p["global_steps"]: Point(**p) for p in checkpoint.read(Folder.open(folder)).facts["curve"]}
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    with view.progress(settings, quiet=quiet) as show:
+    with watching(named(settings), quiet=quiet) as show:
 
         def on_status(status: RunStatus) -> None:
             if status.point is not None:
@@ -260,16 +268,16 @@ def _figures(run: Run) -> dict[str, Any]:
         "steps": [each.steps for each in run.learners],
         "staleness_mean": math.fsum(each.staleness_mean * each.share for each in run.learners),
         "staleness_max": max(each.staleness_max for each in run.learners),
-        "guarantee": run.guarantee,
+        "guarantee": None if run.guarantee is None else asdict(run.guarantee),
         "curve": _curve(run.curve),
     }
 
 
 def _curve(points: Sequence[Point]) -> dict[str, list[Any]]:
     """Columns: a third of the size of a list of points."""
-    rows = [asdict(point) for point in sorted(points, key=lambda each: each.global_steps)]
+    rows = sorted(points, key=lambda each: each.global_steps)
     digits = {"epoch": 4, "seconds": 3, "loss": 5, "accuracy": 5, "consensus": 6}
-    return {name: [_rounded(row[name], to) for row in rows] for name, to in digits.items()}
+    return {name: [_rounded(getattr(row, name), to) for row in rows] for name, to in digits.items()}
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
@@ -284,7 +292,7 @@ def _states(folder: Path, settings: Config) -> list[Tensor]:
 
 
 @torch.no_grad()
-def recomputed(setup: Setup, theta: Tensor, augment: Augment | None = None) -> Metrics:
+def recomputed(setup: Setup, theta: Tensor, augment: Augment | None = None) -> Figures:
     """θ's quality with its BatchNorm statistics taken anew over the training records instead of averaged: over the
     records as they are, or through `augment` as training sees them."""
     model, generator = setup.compute.model, torch.Generator(setup.compute.model.device).manual_seed(0)
@@ -294,8 +302,8 @@ def recomputed(setup: Setup, theta: Tensor, augment: Augment | None = None) -> M
             layer.reset_running_stats()
             layer.momentum = None  # the plain mean over all batches
     model.module.train()
-    for inputs in setup.task.train.inputs.split(setup.plan.config.batch_size):
-        if len(inputs) > 1:
-            batch = setup.task.prepare(inputs.to(model.device))
+    for rows in torch.arange(len(setup.task.train)).split(setup.plan.config.batch_size):
+        if len(rows) > 1:
+            batch = setup.task.prepare(setup.task.train.read(rows)[0].to(model.device))
             model.module(laid_out(batch if augment is None else augment(batch, generator)))
     return evaluate(model, setup.task, torch.cat([model.weights, model.buffers]))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ PRIVATE = '[privacy]\nmode = "private"\ndelta = 1e-5\nepsilon = 1\n'
 
 
 def test_the_file_of_the_design_is_read() -> None:
-    read = config.loads(FULL)
+    read = config.loads_config(FULL)
     assert read.optimizer.schedule == ((160.0, 0.04), (240.0, 0.004))
     assert read.privacy.epsilon == 3.0
     assert math.isinf(read.network.bandwidth_bps)
@@ -60,9 +61,9 @@ def test_the_file_of_the_design_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["", FULL, "[optimizer]\nwarmup = {epochs = 10, from = 0.1}\ndecay = 0.7071\nlr = 1"])
 def test_what_is_written_reads_back_equal_and_is_complete(text: str) -> None:
-    read = config.loads(text)
+    read = config.loads_config(text)
     written = read.to_dict()
-    assert config.loads(read.to_toml()) == read
+    assert config.loads_config(read.to_toml()) == read
     for field in dataclasses.fields(Config):
         assert field.name in written or getattr(read, field.name) is None
 
@@ -120,7 +121,7 @@ def test_what_is_written_reads_back_equal_and_is_complete(text: str) -> None:
 )
 def test_bad_input_is_one_line_that_names_the_key_the_value_and_the_fix(text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.loads(text)
+        config.loads_config(text)
     message = str(caught.value)
     assert "\n" not in message
     for word in words:
@@ -161,7 +162,7 @@ def test_python_is_checked_like_a_file() -> None:
     given = Config(learners=np.int64(2), epochs=np.float32(0.5), optimizer={"lr": 1, "schedule": [[1, 0.5]]})  # type: ignore[arg-type]
     assert (given.learners, given.epochs, given.optimizer) == (2, 0.5, Optimizer(lr=1.0, schedule=((1.0, 0.5),)))
     assert [type(each) for each in (given.learners, given.epochs, given.optimizer.lr)] == [int, float, float]
-    assert config.loads(given.to_toml()) == given
+    assert config.loads_config(given.to_toml()) == given
     private = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, ledger=Path("kept"))  # type: ignore[arg-type]
     assert private.ledger == "kept"
     with pytest.raises(ConfigError, match=r"optimizer\.lr = 1000.* has the wrong type"):
@@ -170,7 +171,7 @@ def test_python_is_checked_like_a_file() -> None:
 
 def test_a_missing_file_is_named(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
-        config.load(f"{tmp_path}/nowhere.toml")
+        config.load_config(f"{tmp_path}/nowhere.toml")
 
 
 def test_configurations_are_frozen_and_copies_are_checked() -> None:
@@ -192,7 +193,7 @@ def test_the_papers_schedules() -> None:
 def test_the_document_has_every_field_with_its_default() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     example = text.split("```toml")[1].split("```")[0]
-    assert config.loads(example).speeds.values == (1, 1, 1.5, 1, 8)
+    assert config.loads_config(example).speeds.values == (1, 1, 1.5, 1, 8)
     sections = [part.splitlines() for part in text.split("\n## ")[1:]]
     rows = {
         (lines[0].partition("]")[0].strip("`[") if "[" in lines[0] else "", *line.split(" | ")[:2])
@@ -202,7 +203,10 @@ def test_the_document_has_every_field_with_its_default() -> None:
     }
     expected = set()
     for section, name, value in fields_of(Config()):
-        shown = "–" if value is None else f"`{tomli_w.dumps({'x': value}).partition('= ')[2].strip()}`"
+        written = tomli_w.dumps({"x": value}) if value is not None else "= –"
+        one_line = re.sub(r"\[\s+|\s+\]", "", " ".join(written.partition("= ")[2].split()))
+        one_line = f"[{one_line.rstrip(',')}]" if isinstance(value, tuple) and value else one_line
+        shown = "–" if value is None else f"`{one_line}`"
         expected.add((section, f"| `{name}`", shown if value not in ((), {}) else "`[]`" if value == () else "`{}`"))
     assert rows == expected
 
@@ -216,3 +220,47 @@ def fields_of(part: Any, section: str = "", prefix: str = "") -> Iterator[tuple[
             yield from fields_of(value, section, f"{name}.")
         else:
             yield from fields_of(value, name)
+
+
+def test_another_privacy_mode_drops_the_fields_of_the_first_with_a_note() -> None:
+    private = Config(
+        privacy=Privacy(mode="private", epsilon=3.0, delta=1e-5, clip_norm=0.5, copies=2, ledger="ledgers")
+    )
+    plain, notes = private.changed(["privacy.mode=none"])
+    assert plain.privacy == Privacy(clip_norm=0.5, ledger="ledgers")
+    [note] = notes
+    assert 'privacy.mode = "none" drops' in note
+    assert all(f"privacy.{name}" in note for name in ("epsilon", "delta", "copies"))
+    paper, _ = private.changed(["privacy.mode=paper", "privacy.sigma=2"])
+    assert (paper.privacy.sigma, paper.privacy.epsilon) == (2.0, None)
+    back, notes = paper.changed(["privacy.mode=private", "privacy.epsilon=1", "privacy.delta=1e-5"])
+    assert (back.privacy.sigma, notes) == (None, ['privacy.mode = "private" drops privacy.sigma'])
+    assert private.changed(["learners=3"])[1] == []
+    with pytest.raises(ConfigError, match="means nothing"):  # what is asked for beside the mode is not dropped
+        private.changed(["privacy.mode=none", "privacy.epsilon=2"])
+
+
+def test_an_empty_setting_unsets_a_field() -> None:
+    config = Config(
+        seed=3, options={"limit": 5}, privacy=Privacy(mode="private", noise_multiplier=1.0, epsilon=2, delta=1e-5)
+    )
+    bare = config.with_settings(["seed=", "privacy.noise_multiplier=", "options.limit=", "learners="])
+    assert (bare.seed, bare.privacy.noise_multiplier, bare.options, bare.learners) == (None, None, {}, 8)
+    with pytest.raises(ConfigError, match=r'privacy.epsilom= .*did you mean "privacy.epsilon"'):
+        config.with_settings(["privacy.epsilom="])
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("learnes=3", ' (did you mean "learners"?)'),
+        ("optimizer.xyz=1", ""),
+        ("privacy.epsilom=1", ' (did you mean "epsilon"?)'),
+        ("data.partition=sites", ' (did you mean "site"?)'),
+        ("algorithm=adpsdg", ' (did you mean "adpsgd"?)'),
+    ],
+)
+def test_a_misspelt_key_or_name_is_met_with_the_right_one(setting: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config().with_settings([setting])
+    assert re.search(rf"unknown( key)?{re.escape(meant)}; ", str(caught.value))

@@ -277,3 +277,27 @@ def test_a_seeded_guarantee_says_what_it_describes() -> None:
     assert "describes the mechanism, not this run" in str(guarantee)
     assert "\n" not in str(guarantee)
     assert "per record" in str(guarantee)
+
+
+def test_one_gaussian_lies_between_its_bounds_to_fifty_digits() -> None:
+    """δ of the closed form at both ends, for noise from 0.001 to 1e6 and δ down to 1e-15."""
+    import mpmath as mp
+    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+
+    from adp2sgd.privacy.gaussian import gaussian_epsilon
+
+    draw = random.Random(4)
+    with mp.workdps(50):
+
+        def exact(eps: float, noise: float) -> mp.mpf:
+            e, z = mp.mpf(eps), mp.mpf(noise)
+            return mp.ncdf(1 / (2 * z) - e * z) - mp.exp(e) * mp.ncdf(-1 / (2 * z) - e * z)
+
+        for _ in range(100):
+            noise, delta = 10 ** draw.uniform(-3, 6), 10 ** draw.uniform(-15, -0.1)
+            found = gaussian_epsilon(noise, delta)
+            assert exact(found.upper, noise) <= delta * (1 + (1e-9 if not found.upper else 0))
+            assert not found.upper or exact(found.lower, noise) >= delta
+            assert found.upper == pytest.approx(found.lower, rel=3e-8)
+    for noise, delta in [(0.3, 1e-5), (1.0, 1e-12), (8.0, 1e-3), (50.0, 1e-6)]:
+        assert gaussian_epsilon(noise, delta).upper == pytest.approx(get_epsilon_gaussian(noise, delta), rel=1e-6)

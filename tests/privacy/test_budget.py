@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,13 +22,13 @@ from adp2sgd.engine.budgets import open_budget
 from adp2sgd.engine.processes.train import Account
 from adp2sgd.engine.result import _guarantee
 from adp2sgd.engine.setup import prepare
-from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
+from adp2sgd.errors import ConfigError, DivergedError, LedgerError, PrivacyError
 from adp2sgd.privacy import ledger
 from adp2sgd.privacy.accountant import epsilon
 from adp2sgd.privacy.budget import Budget, plan
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 from adp2sgd.privacy.policy import RenyiFilter
-from adp2sgd.privacy.statement import statement
+from adp2sgd.privacy.spent import spent_in
 
 EIGHT = Privacy(mode="private", epsilon=8.0, noise_multiplier=2.0, delta=1e-5)
 LASTING = EIGHT.replace(ledger="kept")  # over runs, so by a Rényi filter; the tests name the file themselves
@@ -379,13 +380,13 @@ def test_a_sites_ledger_lasts_over_runs(two_sites: Config, tmp_path: Path) -> No
     ]
     north = str(tmp_path / "ledgers" / "two-hospitals-north.jsonl")
     assert [any(north in note for note in run.notes) for run in (first, second)] == [True, False]  # when it is new
-    assert first.guarantee["epsilon_others"] == 0
-    before, after = first.guarantee["epsilon_spent"], second.guarantee["epsilon_spent"]
-    assert second.guarantee["epsilon_others"] == pytest.approx(before)
-    assert f"spent {after:.4g} ({before:.4g} of it by other runs)" in second.guarantee["text"]
-    assert [row.site for row in statement(tmp_path / "ledgers", 1e-4)] == ["north", "south"]
+    assert first.guarantee.epsilon_others == 0
+    before, after = first.guarantee.epsilon_spent, second.guarantee.epsilon_spent
+    assert second.guarantee.epsilon_others == pytest.approx(before)
+    assert f"spent {after:.4g} ({before:.4g} of it by other runs)" in str(second.guarantee)
+    assert [row.site for row in spent_in(tmp_path / "ledgers", 1e-4)] == ["north", "south"]
     assert [each.site for each in second.learners] == ["north", "south"]
-    assert max(row.epsilon for row in statement(tmp_path / "ledgers", 1e-4)) == pytest.approx(after)
+    assert max(row.epsilon for row in spent_in(tmp_path / "ledgers", 1e-4)) == pytest.approx(after)
     with pytest.raises(ConfigError, match=r"privacy\.ledger"):
         simulate(settings.replace(seed=1))
     with pytest.raises(ConfigError, match=r"privacy\.dataset"):
@@ -399,21 +400,21 @@ def test_a_statement_of_what_a_run_has_spent(
     monkeypatch.chdir(tmp_path)
     own = two_sites.privacy.replace(**({"ledger": "ledgers"} if shared else {"ledger": None, "dataset": None}))
     run = simulate(two_sites.replace(privacy=own), tmp_path / "run")
-    rows = statement(tmp_path / "run")
+    rows = spent_in(tmp_path / "run")
     assert [row.epsilon for row in rows] == pytest.approx([each.epsilon_spent for each in run.learners])
     assert [row.steps for row in rows] == [each.steps for each in run.learners]
     assert {(row.delta, row.adjacency) for row in rows} == {(1e-4, "add-remove")}
-    assert statement(Path(rows[1].ledger), 1e-4) == rows[1:]
-    assert statement(tmp_path / "run", 1e-6)[0].epsilon > rows[0].epsilon
+    assert spent_in(Path(rows[1].ledger), 1e-4) == rows[1:]
+    assert spent_in(tmp_path / "run", 1e-6)[0].epsilon > rows[0].epsilon
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere" / "run")
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert [row.epsilon for row in statement(Path("run"))] == [row.epsilon for row in rows]
-    assert statement(tmp_path / "run", adjacency="replace-one")[0].epsilon > rows[0].epsilon
+    assert [row.epsilon for row in spent_in(Path("run"))] == [row.epsilon for row in rows]
+    assert spent_in(tmp_path / "run", adjacency="replace-one")[0].epsilon > rows[0].epsilon
     with pytest.raises(PrivacyError, match="delta"):
-        statement(tmp_path / "run", 0.0)
+        spent_in(tmp_path / "run", 0.0)
     Path(rows[1].ledger).unlink()
     with pytest.raises(LedgerError, match="cannot be read"):
-        statement(tmp_path / "run")
+        spent_in(tmp_path / "run")
 
 
 def test_a_run_that_resumes_elsewhere_takes_no_other_ledger(
@@ -435,31 +436,38 @@ def test_a_run_that_resumes_elsewhere_takes_no_other_ledger(
 def test_a_statement_needs_a_ledger_and_a_delta(two_sites: Config, tmp_path: Path) -> None:
     kept = tmp_path / "south.jsonl"
     ledger.Ledger.open(kept, dataset="two hospitals", site="south").close()
-    assert [(row.steps, row.epsilon) for row in statement(kept, 1e-5)] == [(0, 0.0)]
+    assert [(row.steps, row.epsilon) for row in spent_in(kept, 1e-5)] == [(0, 0.0)]
     with pytest.raises(ConfigError, match="--delta"):
-        statement(kept)
+        spent_in(kept)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "events.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="holds no ledger"):
-        statement(tmp_path / "empty", 1e-5)
+        spent_in(tmp_path / "empty", 1e-5)
     (tmp_path / "empty" / "torn.jsonl").write_text('{"ledg')
     with pytest.raises(LedgerError, match="damaged at line 1"):
-        statement(tmp_path / "empty", 1e-5)
+        spent_in(tmp_path / "empty", 1e-5)
     with pytest.raises(PrivacyError, match="delta"):
-        statement(kept, 5.0)
+        spent_in(kept, 5.0)
     simulate(two_sites.replace(privacy=Privacy()), tmp_path / "plain")
     with pytest.raises(ConfigError, match="without a privacy guarantee"):
-        statement(tmp_path / "plain", 1e-5)
+        spent_in(tmp_path / "plain", 1e-5)
 
 
 def test_a_learner_is_named_by_its_site(two_sites: Config, capsys: pytest.CaptureFixture[str]) -> None:
     settings = two_sites.replace(privacy=Privacy(), seed=1)
     print_run(simulate(settings))
-    assert "0 north" in capsys.readouterr().out
+    assert re.search(r"^ *north +\d", capsys.readouterr().out, re.MULTILINE)
     made = prepare(settings)
     nameless = replace(made, task=replace(made.task, train=replace(made.task.train, site_names=())))
     assert [made.site_names[1], nameless.site_names[1]] == ["south", "2"]  # the data's number for it
-    assert prepare(settings.replace(data=Data())).site_names[1] is None
+    assert prepare(settings.replace(data=Data())).site_names[1] == "south"  # sites stay apart unless asked otherwise
+    dealt = prepare(settings.replace(data=Data(partition="iid")))
+    assert dealt.site_names[1] is None
+    assert "no learner stands for a site" in dealt.notes[0]
+    assert made.notes == ()
+    wild = settings.replace(optimizer=Optimizer(lr=1e30))
+    with pytest.raises(DivergedError, match=r"learner (north|south) diverged"):
+        simulate(wild)
 
 
 def test_a_ledger_in_use_blocks_neither_the_others_nor_the_folder(two_sites: Config, tmp_path: Path) -> None:
@@ -533,9 +541,9 @@ def test_a_run_reports_the_largest_share_that_was_spent(tmp_path: Path) -> None:
         for n in ("a", "b")
     ]
     told = _guarantee(accounts)
-    assert told["epsilon"] == accounts[0].budget.guarantee().epsilon > accounts[1].budget.guarantee().epsilon
-    assert told["epsilon_spent"] == accounts[1].budget.guarantee().epsilon_spent > 0
-    assert "in 40 of 125 steps" in told["text"]
+    assert told.epsilon == accounts[0].budget.guarantee().epsilon > accounts[1].budget.guarantee().epsilon
+    assert told.epsilon_spent == accounts[1].budget.guarantee().epsilon_spent > 0
+    assert "in 40 of 125 steps" in str(told)
 
 
 def test_fast_learners_that_reach_their_cap_are_named(two_sites: Config, tmp_path: Path) -> None:

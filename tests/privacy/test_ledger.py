@@ -26,7 +26,7 @@ from adp2sgd.errors import LedgerError
 from adp2sgd.privacy import ledger as ledger_module
 from adp2sgd.privacy.ledger import WIDTH, Ledger, read
 from adp2sgd.privacy.mechanism import SampledGaussian
-from adp2sgd.privacy.statement import statement
+from adp2sgd.privacy.spent import spent_in
 from adp2sgd.task import Task, cross_entropy
 
 STEP = SampledGaussian(2.0, 0.08192)
@@ -318,7 +318,7 @@ def test_what_is_no_regular_file_is_refused_at_once(kind, path):
 def test_a_named_pipe_among_ledgers_does_not_hang_the_statement(used):
     os.mkfifo(used.with_name("pipe.jsonl"))
     with pytest.raises(LedgerError, match=r"pipe.jsonl is a named pipe"):
-        statement(used.parent, 1e-5)
+        spent_in(used.parent, 1e-5)
 
 
 def no_locks(*_):

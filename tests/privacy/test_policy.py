@@ -28,7 +28,7 @@ from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.ledger import WIDTH, Ledger
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 from adp2sgd.privacy.policy import FixedPlan, RenyiFilter, conversion, filter_for
-from adp2sgd.privacy.statement import statement
+from adp2sgd.privacy.spent import spent_in
 
 DELTA = 1e-5
 LASTING = Privacy(mode="private", epsilon=8.0, delta=DELTA, ledger="kept", headroom=1.0)
@@ -123,7 +123,7 @@ def test_two_mechanisms_on_one_ledger_are_reported_by_the_filter(tmp_path: Path)
         epsilon(SampledGaussian(1.5, 0.05), second.plan.max_steps, DELTA).epsilon
     )
     assert f"all runs on the ledger by renyi-filter({own.order:g})" in str(told)
-    [row] = statement(tmp_path / "ledger.jsonl")  # δ is the policy's
+    [row] = spent_in(tmp_path / "ledger.jsonl")  # δ is the policy's
     assert (row.epsilon, row.epsilon_limit, row.composition) == (told.epsilon_spent, 8.0, told.composition)
     assert row.epsilon_if_fixed == pytest.approx(by_pld)
 
@@ -342,8 +342,8 @@ def test_no_run_begins_on_a_ledger_with_steps_and_no_policy(tmp_path: Path) -> N
     with pytest.raises(LedgerError, match="has steps from before ledgers had a policy: no bound covers"):
         begin(tmp_path)
     with pytest.raises(ConfigError, match="--delta"):
-        statement(tmp_path / "ledger.jsonl")
-    [row] = statement(tmp_path / "ledger.jsonl", DELTA)
+        spent_in(tmp_path / "ledger.jsonl")
+    [row] = spent_in(tmp_path / "ledger.jsonl", DELTA)
     assert row.epsilon == epsilon(kept(tmp_path).spent(), 1, DELTA).epsilon
     assert "no policy was fixed before the first step" in row.note
     assert row.epsilon_limit is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from adp2sgd.cli import view
+from adp2sgd.cli.liveview import watching
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds
 from adp2sgd.engine import simulate
 from adp2sgd.run_folder import Run
@@ -48,13 +49,13 @@ def play(*, as_json: bool = False) -> None:
 
 
 def _run(name: str, config: Config) -> Run:
-    with view.progress(config, label=name) as on_status:
+    with watching(view.named(config, name)) as on_status:
         return simulate(config, on_status=on_status)
 
 
 def _row(name: str, run: Run, baseline: Run) -> tuple[str, ...]:
     assert run.accuracy is not None
     staleness = sum(each.staleness_mean * each.share for each in run.learners)
-    epsilon = "none" if run.guarantee == "none" else f"{run.guarantee['epsilon']:.2f}"
+    epsilon = "none" if run.guarantee is None else f"{run.guarantee.epsilon:.2f}"
     speed_up = f"{baseline.seconds / run.seconds:.1f}×"
     return name, f"{run.accuracy:.1%}", f"{run.seconds:,.0f} s", speed_up, f"{staleness:.1f}", epsilon

@@ -5,12 +5,25 @@ A draw is a function of the stream that is handed in, so a seeded run repeats it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from adp2sgd.randomness.streams import Streams
+from adp2sgd.tree import Inputs
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Batch:
+    """What a step reads. `expected`: the expected number of records, which the sum is divided by. `records`: only the
+    first so many records count, and the others fill up a private step of fixed work."""
+
+    inputs: Inputs
+    targets: Tensor
+    expected: float
+    records: int | None = None
 
 
 class Batches(Protocol):
@@ -37,9 +50,14 @@ class PoissonBatches:
     no record, fills up the others. The work of a draw then does not depend on what is drawn.
     """
 
-    def __init__(self, records: int, batch_size: int, streams: Streams, fixed_rows: int | None = None) -> None:
-        self.rate = min(1.0, batch_size / records)
-        self.expected = self.rate * records
+    def __init__(
+        self, records: int, batch_size: int, streams: Streams, fixed_rows: int | None = None, *,
+        declared: int | None = None,
+    ) -> None:  # fmt: skip
+        """`declared`: a public number that rate and divisor follow from, in place of the number of records."""
+        counted = records if declared is None else declared
+        self.rate = min(1.0, batch_size / counted)
+        self.expected = self.rate * counted
         self.rows = round(self.expected) if fixed_rows is None else fixed_rows
         self._fixed = fixed_rows is not None
         self._records = records

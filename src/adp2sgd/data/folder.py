@@ -36,7 +36,7 @@ class Source:
     prepare: Callable[[Tensor], Tensor] = torch.Tensor.float  # batch as stored → what the model reads
     fitted: str | None = None
     loss: Callable[[Tensor, Tensor], Tensor] | None = None  # one per record; None: the cross-entropy
-    metric: str = "accuracy"
+    metrics: tuple[str, ...] = ("accuracy",)
     encoder: Encoder | None = None  # turns new inputs into records without the training data
 
 

@@ -8,24 +8,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adp2sgd import config
-from adp2sgd.data.records import Records
+from adp2sgd.data.records import RecordSet
 from adp2sgd.errors import ConfigError
 
 Rows = NDArray[np.int64]
 
 
-def split(records: Records, how: config.Data, learners: int, seed: int) -> tuple[Tensor, ...]:
+def split(records: RecordSet, how: config.Data, learners: int, seed: int) -> tuple[Tensor, ...]:
     """The rows of each learner, the same for the same seed; every row belongs to exactly one learner."""
     if len(records) < learners:
         raise ConfigError(f"learners = {learners} exceeds the {len(records)} training records; use fewer learners")
-    stream = np.random.default_rng([seed, 0x5AAD])
-    if how.partition == "iid":
+    stream, partition = np.random.default_rng([seed, 0x5AAD]), partition_of(records, how)
+    if partition == "iid":
         shards = _iid(len(records), how.sizes or (1.0,) * learners, stream)
-    elif how.partition == "dirichlet":
+    elif partition == "dirichlet":
         shards = _dirichlet(records, how.alpha, learners, stream)
     else:
         shards = _by_site(records, learners)
     return tuple(torch.from_numpy(np.sort(rows)) for rows in shards)
+
+
+def partition_of(records: RecordSet, how: config.Data) -> str:
+    """The partition that `auto` stands for: records stay with their sites where they have some."""
+    if how.partition != "auto":
+        return how.partition
+    return "iid" if records.sites is None else "site"
 
 
 def _iid(records: int, sizes: tuple[float, ...], stream: np.random.Generator) -> list[Rows]:
@@ -37,9 +44,14 @@ def _iid(records: int, sizes: tuple[float, ...], stream: np.random.Generator) ->
     return np.split(stream.permutation(records), np.cumsum(counts)[:-1])
 
 
-def _dirichlet(records: Records, alpha: float, learners: int, stream: np.random.Generator) -> list[Rows]:
+def _dirichlet(records: RecordSet, alpha: float, learners: int, stream: np.random.Generator) -> list[Rows]:
     """Each label's records divided in Dirichlet(alpha) proportions; a learner left empty gets one from the largest."""
-    labels = records.targets.numpy()
+    found = records.labels()
+    if found is None:
+        raise ConfigError(
+            'data.partition = "dirichlet" needs all labels at once; give the dataset an attribute targets, or use "iid"'
+        )
+    labels = found.numpy()
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ConfigError('data.partition = "dirichlet" needs one whole-number label per record; use "iid"')
     shards: list[list[int]] = [[] for _ in range(learners)]
@@ -54,7 +66,7 @@ def _dirichlet(records: Records, alpha: float, learners: int, stream: np.random.
     return [np.array(shard, dtype=np.int64) for shard in shards]
 
 
-def _by_site(records: Records, learners: int) -> list[Rows]:
+def _by_site(records: RecordSet, learners: int) -> list[Rows]:
     if records.sites is None:
         raise ConfigError('data.partition = "site" needs data with sites, and this task has none; use "iid"')
     sites = records.sites.numpy()
@@ -63,5 +75,8 @@ def _by_site(records: Records, learners: int) -> list[Rows]:
         gone = next(name for number, name in enumerate(records.site_names) if number not in found)
         raise ConfigError(f'all records of site "{gone}" are held out, so it has none to train on; change the split')
     if len(found) != learners:
-        raise ConfigError(f"learners = {learners} but the data has {len(found)} sites; set learners = {len(found)}")
+        raise ConfigError(
+            f"learners = {learners} but the data has {len(found)} sites; set learners = {len(found)}, or "
+            'data.partition = "iid" to deal their records out'
+        )
     return [np.flatnonzero(sites == site) for site in found]

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Self
 
+from adp2sgd.engine.plan import Plan
 from adp2sgd.exchange.protocol import Tally
 from adp2sgd.files import to_json
-from adp2sgd.run_folder import Folder, Point, by_number
+from adp2sgd.run_folder import STATUS, Folder, Measured, Point, by_number
 
-STATUS = "status.json"
 PERIOD_S = 1.0  # between two writes of it, at least
 SHARE = 0.02  # of the time that writing may take, at most
 
@@ -87,7 +87,7 @@ COUNTS = [each.name for each in fields(Counters) if each.name != "partners"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerStatus:
+class LearnerStatus(Measured):
     """`state`: starting, ready, training, averaging (its budget is spent), finished, ended, restarting, lost …"""
 
     learner: int
@@ -98,13 +98,28 @@ class LearnerStatus:
     restarts: int = 0
     counters: Counters = field(default_factory=Counters)
     rate: float = 0.0  # steps per second
-    loss: float | None = None  # of its own model, on held-out records
-    accuracy: float | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of its own model, on held-out records
     drawn: int | None = None  # private steps that count as spent
     epsilon_spent: float | None = None
     epsilon: float | None = None  # at the cap
     clip_norm: float | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What people call the learner: its site where it has one, else its number."""
+        return self.site or str(self.learner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicStatus:
+    """What a site tells others of itself, beside its model and the step counts. It holds nothing that depends on the
+    site's records."""
+
+    site: str
+    stopped: bool = False
+    epsilon: float | None = None  # stated: what its policy lets all runs spend
+    delta: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +139,26 @@ class RunStatus:
     notes: tuple[str, ...] = ()
     written_at: float | None = None  # Unix time at which status.json was written
     left_s: float | None = None  # real time until the target, at the pace of this session
+
+    @classmethod
+    def of(
+        cls, plan: Plan, global_steps: int, seconds: float, learners: Iterable[LearnerStatus], *,
+        clock: str, curve: Iterable[Point], notes: Iterable[str],
+    ) -> Self:  # fmt: skip
+        """The status of a run of `plan`."""
+        return cls(
+            task=plan.config.task,
+            algorithm=plan.config.algorithm,
+            clock=clock,
+            seconds=seconds,
+            global_steps=global_steps,
+            target_steps=plan.target_steps,
+            epoch=plan.epoch(global_steps),
+            epochs=plan.config.epochs,
+            learners=tuple(learners),
+            curve=tuple(curve),
+            notes=tuple(notes),
+        )
 
     @property
     def point(self) -> Point | None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from adp2sgd.errors import ConfigError, PrivacyError
 from adp2sgd.privacy.fixed_work import cost
+from adp2sgd.privacy.gaussian import gaussian_epsilon
 from adp2sgd.privacy.mechanism import Composed, Mechanism, SampledGaussian
 from adp2sgd.privacy.pld import TOLERANCE, Part, bounds
 
@@ -137,20 +138,13 @@ def _by_pld(parts: tuple[Part, ...], delta: float, adjacency: str, tolerance: fl
 
 def _unsampled(parts: tuple[Part, ...], delta: float, adjacency: str, note: str) -> Spent:
     """ε if every record took part in every step: any number of Gaussians is a single Gaussian."""
-    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
-
     distance = 1 if adjacency == ADD_REMOVE else 2
     sigma = sum(count / noise**2 for noise, _, count in parts) ** -0.5 / distance
-    with np.errstate(all="ignore"):
-        value = float(get_epsilon_gaussian(sigma, delta))
+    found = gaussian_epsilon(sigma, delta)
     exact = all(rate == 1 for _, rate, _ in parts)
+    lower = found.lower if exact else 0.0
     return Spent(
-        epsilon=value,
-        delta=delta,
-        accountant="pld",
-        adjacency=adjacency,
-        note=note,
-        epsilon_lower=value if exact else 0.0,
+        epsilon=found.upper, delta=delta, accountant="pld", adjacency=adjacency, note=note, epsilon_lower=lower
     )
 
 

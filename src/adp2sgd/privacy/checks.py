@@ -20,8 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from adp2sgd.errors import Adp2sgdError, PrivacyError
-from adp2sgd.privacy.crowds import FAILURES, ORDINARY, SIZE, WATCHED, Rows
-from adp2sgd.privacy.together import refuse_coupled_backward, runs_own_code, sizes
+from adp2sgd.privacy.check_backward import refuse_coupled_backward, runs_own_code, sizes
+from adp2sgd.privacy.probe_rows import FAILURES, ORDINARY, SIZE, WATCHED, Rows
 
 if TYPE_CHECKING:
     from adp2sgd.task import Loss

@@ -30,10 +30,10 @@ from typing import Any, Self
 from adp2sgd.errors import LedgerError, PrivacyError
 from adp2sgd.files import owner_only
 from adp2sgd.privacy.hold import lock, open_regular
-from adp2sgd.privacy.lines import decode as _decode
-from adp2sgd.privacy.lines import encode as _encode
-from adp2sgd.privacy.lines import plain as _plain
-from adp2sgd.privacy.lines import sum_of as _sum_of
+from adp2sgd.privacy.ledger_format import decode as _decode
+from adp2sgd.privacy.ledger_format import encode as _encode
+from adp2sgd.privacy.ledger_format import plain as _plain
+from adp2sgd.privacy.ledger_format import sum_of as _sum_of
 from adp2sgd.privacy.mechanism import Composed, SampledGaussian
 from adp2sgd.privacy.policy import Policy, parse
 

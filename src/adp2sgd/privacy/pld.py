@@ -1,6 +1,6 @@
 """Privacy loss distributions: certified bounds, from above and from below, on ε of many sampled Gaussian steps.
 
-One composition on a grid gives both bounds. Let S be the sum of all losses, S' that of the rounded ones (`step_loss`),
+One composition on a grid gives both bounds. Let S be the sum of all losses, S' that of the rounded ones (`discretize`),
 D = S' − S, and δ'(ε) = E[max(0, 1 − exp(ε − S'))] over finite S'. A loss is *large* above the grid and *raised* below
 it. Then
 
@@ -39,7 +39,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from adp2sgd.privacy.step_loss import ADD, DOUBT, REMOVE, REPLACE, Array, Table, loss_range, table
+from adp2sgd.privacy.discretize import ADD, DOUBT, REMOVE, REPLACE, Array, Table, loss_range, table
 
 Part = tuple[float, float, int]
 """(noise multiplier, sample rate, steps)."""
@@ -51,6 +51,7 @@ NEGLIGIBLE = 2e-5  # of ε
 MOST_POINTS = 1 << 22  # of a composed distribution: less than 1 GiB in all
 OUTSIDE = 1e-12  # tilted mass outside the window, either side
 CUT = 35.0  # g is left out where tilt · y is above: exp(−35) = 6e-16
+LOOSE = 0.1  # bounds that differ by more, as a share of ε, are worth a second lower bound
 STRAY = 0.01  # of G: what stray(ε) may take
 UNIT = 2.0**-53
 
@@ -85,6 +86,8 @@ def bounds(parts: tuple[Part, ...], delta: float, *, replace: bool, tolerance: f
             return _refined(parts, delta, REPLACE, tolerance, enough=0.0)
         removed = _refined(parts, delta, REMOVE, tolerance, enough=0.0)
         added = _refined(parts, delta, ADD, tolerance, enough=removed.upper)
+        if removed.upper - max(removed.lower, added.lower) > LOOSE * removed.upper:
+            added = _refined(parts, delta, ADD, tolerance, enough=0.0)  # its lower bound may be the larger one
     return Bounds(
         lower=max(removed.lower, added.lower),
         upper=max(removed.upper, added.upper),
@@ -110,7 +113,7 @@ def _refined(parts: tuple[Part, ...], delta: float, change: str, tolerance: floa
         distance = best.upper - best.lower
         best = Bounds(lower=max(best.lower, found.lower), upper=min(best.upper, found.upper), points=found.points)
         if found.strain > 0.01:
-            stretch *= 2
+            stretch *= 1.4
         elif best.points > CHEAP_POINTS and best.upper - best.lower > 0.95 * distance:
             break
         shrunk = max(1.0, min(top, max(high for _, high in ranges)) / (stretch * best.upper)) if best.upper else 1.0

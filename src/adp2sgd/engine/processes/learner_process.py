@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from adp2sgd.data.indexed import attached, in_thread, start_reading
 from adp2sgd.device import keep_large_blocks
 from adp2sgd.engine.compute import Compute, pick_device
 from adp2sgd.engine.processes.allreduce import SyncWorker
 from adp2sgd.engine.processes.control import Place, last_words, line_of
 from adp2sgd.engine.processes.handover import unpack
-from adp2sgd.engine.processes.worker import Worker
+from adp2sgd.engine.processes.worker import ProcessWorker
 from adp2sgd.engine.site import Site
 from adp2sgd.errors import Adp2sgdError, withholding
 from adp2sgd.exchange.shared import Post
@@ -22,7 +23,7 @@ from adp2sgd.run_folder import Folder
 
 SWITCH_S = 0.0005  # how long Python's training thread may keep the exchange thread from answering
 FAILED = 3  # exit code: the error was reported, and a restart would not help
-WORKERS: dict[str, type[Worker]] = {"adpsgd": Worker, "sync": SyncWorker}
+WORKERS: dict[str, type[ProcessWorker]] = {"adpsgd": ProcessWorker, "sync": SyncWorker}
 
 
 def live(order: dict[str, Any], memories: list[int], task: int, records: int) -> int:
@@ -35,8 +36,10 @@ def live(order: dict[str, Any], memories: list[int], task: int, records: int) ->
     try:
         with withholding(order["private"]):
             plan, shared = unpack(task)
-            name, train, largest_shard = unpack(records)
-            site = Site(plan, place.learner, name, replace(shared, train=train))
+            name, own, largest_shard = unpack(records)
+            train = attached(own, shared.train)
+            start_reading(train)
+            site = Site(plan, place.learner, name, replace(shared, train=train, test=in_thread(shared.test)))
             sys.setswitchinterval(SWITCH_S)
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // plan.config.learners))
             compute = Compute(plan, site.task, _device(plan.config.device, place.learner), largest_shard=largest_shard)

@@ -10,25 +10,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.budgets import open_budget, read_budget
-from adp2sgd.engine.evaluate import Figures, average, consensus
+from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.processes.forkserver import ForkServer
 from adp2sgd.engine.processes.seat import Seat
 from adp2sgd.engine.processes.supervisor import SESSION, Patience, Supervisor
-from adp2sgd.engine.result import finish, save_model
+from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
 from adp2sgd.engine.status import RunStatus, StatusFile
+from adp2sgd.engine.theta import Mean, mean_of
 from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, callback, telling_no_values
 from adp2sgd.exchange.shared import require_linux
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.randomness.streams import Streams
-from adp2sgd.run_folder import Folder, LearnerResult, Point, Run
+from adp2sgd.run_folder import Folder, LearnerResult, Run
+from adp2sgd.task import Task
+from adp2sgd.tasks import named
 
 MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 
@@ -37,6 +38,7 @@ MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 class Account:
     """A learner after its end: its ledger has the last word on what was spent."""
 
+    number: int
     budget: Budget | None
     noise_source: str
 
@@ -45,12 +47,15 @@ def train(
     config: Config,
     folder: str | Path | None = None,
     *,
+    task: Task | None = None,
     resume: bool = False,
     exchange: bool = True,
     on_status: Callable[[RunStatus], None] | None = None,
     patience: Patience | None = None,
 ) -> Run:
     """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
+
+    `task` is the task itself, instead of the one that `config.task` names.
 
     `resume` goes on from the learners' last checkpoints, with their own ledgers and fresh noise. Without `exchange`
     the learners never meet: what benchmarks compare with.
@@ -60,14 +65,16 @@ def train(
         raise ConfigError(f"learners = {config.learners} is too many for train ({MOST_LEARNERS} at most); use simulate")
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
-            run = train(config, Path(scratch) / "run", exchange=exchange, on_status=on_status, patience=patience)
-            return replace(run, folder=None)
+            given: dict[str, Any] = {"exchange": exchange, "on_status": on_status, "patience": patience}
+            return replace(train(config, Path(scratch) / "run", task=task, **given), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
-        return _train(config, folder, resume, exchange, callback(on_status or (lambda _: None)), patience)
+        on_status = callback(on_status or (lambda _: None))
+        return _train(named(config, task), task, folder, resume, exchange, on_status, patience)
 
 
 def _train(
     config: Config,
+    task: Task | None,
     folder: str | Path,
     resume: bool,
     exchange: bool,
@@ -75,9 +82,11 @@ def _train(
     patience: Patience | None,
 ) -> Run:
     kept = _read_session(Folder.open(folder)) if resume else {}
-    setup = prepare(config, kept.get("seed"), resumed=resume)  # before the folder: a wrong task leaves nothing behind
+    setup = prepare(
+        config, task, kept.get("seed"), resumed=resume
+    )  # before the folder: a wrong task leaves nothing behind
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
-    with home.held():
+    with home.held(), closing(setup):
         if resume:
             _read_session(home)  # it may have ended since
         with closing(ForkServer()) as server:
@@ -135,10 +144,10 @@ def _result(supervisor: Supervisor, home: Folder) -> Run:
     setup, states = supervisor.setup, supervisor.states
     if not states:
         raise RunError(f"no learner ended with a model; what happened: {'; '.join(supervisor.notes)}")
-    theta = average(list(states.values())).to(setup.compute.device)
+    mean = mean_of(state.to(setup.compute.device) for state in states.values())
     try:
-        save_model(setup, theta, home)  # it is paid for, whatever becomes of its evaluation
-        run = _evaluated(supervisor, home, theta)
+        save_model(setup, mean.theta, home)  # it is paid for, whatever becomes of its evaluation
+        run = _evaluated(supervisor, home, mean)
         home.append_point(run.curve[-1])
         home.write_result(run)
     except OSError as error:
@@ -150,20 +159,12 @@ def _result(supervisor: Supervisor, home: Folder) -> Run:
     return run
 
 
-def _evaluated(supervisor: Supervisor, home: Folder, theta: Tensor) -> Run:
-    setup, states = supervisor.setup, supervisor.states
+def _evaluated(supervisor: Supervisor, home: Folder, mean: Mean) -> Run:
+    setup, theta = supervisor.setup, mean.theta
     accounts = [_account(setup, seat.learner, home, supervisor.notes) for seat in supervisor.seats]
     results = tuple(_learner_result(supervisor, home, seat, accounts[seat.learner]) for seat in supervisor.seats)
-    metrics = setup.held_out.figures(theta)
     steps = sum(each.steps for each in results)
-    point = Point(
-        global_steps=steps,
-        epoch=setup.plan.epoch(steps),
-        seconds=supervisor.seconds,
-        loss=metrics.loss,
-        accuracy=metrics.accuracy,
-        consensus=consensus([state.to(setup.compute.device) for state in states.values()], theta),
-    )
+    point = setup.point(steps, supervisor.seconds, setup.held_out.figures(theta), mean)
     curve = (*(each for each in supervisor.curve if each.global_steps < steps), point)
     run = finish(setup, accounts, results, curve, theta=theta, clock="real", folder=str(home.path))
     return replace(run, notes=(*run.notes, *_told(supervisor)))
@@ -172,48 +173,33 @@ def _evaluated(supervisor: Supervisor, home: Folder, theta: Tensor) -> Run:
 def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Account:
     source = Streams(setup.plan.config.seed, learner)("noise", 0).name_on(setup.compute.device)
     if setup.plan.config.privacy.mode != "private":
-        return Account(None, source)
+        return Account(learner, None, source)
     try:
-        return Account(read_budget(setup.plan, learner, setup.site_names[learner], home.learner(learner)), source)
+        budget = read_budget(setup.plan, learner, setup.site_names[learner], home.learner(learner))
+        return Account(learner, budget, source)
     except LedgerError as error:
-        notes.append(f"learner {learner}: {error}")
-        return Account(None, source)
+        notes.append(f"learner {setup.site_names[learner] or learner}: {error}")
+        return Account(learner, None, source)
 
 
 def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: Account) -> LearnerResult:
-    setup, totals, steps = supervisor.setup, seat.totals, supervisor.steps(seat)
+    setup, totals = supervisor.setup, seat.totals
     state = supervisor.states.get(seat.learner)
     if state is None:
         saved = learner_checkpoint.load(home, seat.learner)
         state = saved.state if saved is not None and saved.tensors else None
-    metrics = Figures() if state is None else setup.held_out.figures(state.to(setup.compute.device))
-    return LearnerResult(
-        learner=seat.learner,
-        steps=steps,
-        share=steps / max(1, supervisor.global_steps),
-        staleness_mean=totals.staleness_mean,
-        staleness_max=totals.staleness_max,
-        exchanges=totals.exchanges,
-        initiated=totals.initiated,
-        mixed_before=totals.mixed_before,
-        busy=totals.busy,
-        unconfirmed=totals.unconfirmed,
-        bytes_sent=totals.bytes_sent,
-        partners=totals.partners,
-        loss=metrics.loss,
-        accuracy=metrics.accuracy,
-        expired=totals.expired,
-        halves=totals.halves + seat.died,
-        restarts=seat.restarts,
-        state=seat.fate,
-        clip_norm=seat.status.clip_norm,
-        **(account.budget.figures() if account.budget is not None else {}),
-    )
+    metrics: Figures = {} if state is None else setup.held_out.figures(state.to(setup.compute.device))
+    totals = replace(totals, steps=supervisor.steps(seat), halves=totals.halves + seat.died)
+    found = learner_result(
+        seat.learner, totals, metrics, account.budget,
+        global_steps=supervisor.global_steps, clip_norm=seat.status.clip_norm,
+    )  # fmt: skip
+    return replace(found, restarts=seat.restarts, state=seat.fate)
 
 
 def _told(supervisor: Supervisor) -> list[str]:
     """What happened, in words: the supervisor's notes, then what the learners said themselves."""
-    said = [f"learner {seat.learner} {note}" for seat in supervisor.seats for note in dict.fromkeys(seat.status.notes)]
+    said = [f"learner {seat.name} {note}" for seat in supervisor.seats for note in dict.fromkeys(seat.status.notes)]
     halves = sum(seat.totals.halves + seat.died for seat in supervisor.seats)
     unconfirmed = sum(seat.totals.unconfirmed for seat in supervisor.seats)
     if halves or unconfirmed:

@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 
 from adp2sgd.device import repeatable
 from adp2sgd.errors import PrivacyError
-from adp2sgd.privacy.crowds import FAILURES
+from adp2sgd.privacy.probe_rows import FAILURES
 
 if TYPE_CHECKING:
     from adp2sgd.task import Loss

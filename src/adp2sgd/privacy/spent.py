@@ -37,7 +37,7 @@ class Row:
     note: str
 
 
-def statement(path: Path, delta: float | None = None, adjacency: str | None = None) -> list[Row]:
+def spent_in(path: Path, delta: float | None = None, adjacency: str | None = None) -> list[Row]:
     """Of every learner of the run whose folder `path` is, or of the ledger or folder of ledgers `path`; at the δ and
     adjacency of the ledger's policy by default. A ledger that is missing or damaged is an error."""
     if (path / "config.toml").is_file():
@@ -49,7 +49,7 @@ def statement(path: Path, delta: float | None = None, adjacency: str | None = No
 
 
 def _of_run(path: Path, delta: float | None, adjacency: str | None) -> list[Row]:
-    settings = config.load(path / "config.toml")
+    settings = config.load_config(path / "config.toml")
     if settings.privacy.mode != "private":
         raise ConfigError(f"{path} holds a run without a privacy guarantee; there is no ledger")
     rows = []

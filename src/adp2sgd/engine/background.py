@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.compute import Compute
-from adp2sgd.engine.evaluate import Metrics, evaluate
+from adp2sgd.engine.evaluate import Figures, evaluate
 from adp2sgd.engine.site import Site
 from adp2sgd.errors import reason
 from adp2sgd.files import to_json
@@ -31,17 +31,19 @@ class Background(threading.Thread):
 
     def __init__(
         self, site: Site, compute: Compute, learner: Learner, folder: Folder, *,
-        snapshot: Callable[[], Tensor], counts: Callable[[], dict[Key, Count]],
+        snapshot: Callable[[], Tensor], evaluated: Callable[[], Tensor], counts: Callable[[], dict[Key, Count]],
     ) -> None:  # fmt: skip
-        """`snapshot` gives a copy of the learner's model, whatever it is doing, and `counts` the steps behind it."""
+        """`snapshot` gives a copy of the learner's model, whatever it is doing, and `counts` the steps behind it.
+        `evaluated` gives a copy of what is evaluated of it."""
         super().__init__(name="background", daemon=True)
-        self.metrics: Metrics | None = None
+        self.metrics: Figures = {}
         self.trouble: str | None = None
         self._site = site
         self._device = compute.device
         self._learner = learner
         self._folder = folder
         self._snapshot = snapshot
+        self._evaluated = evaluated
         self._counts = counts
         self._lines: deque[str] = deque()  # the training thread appends, this one takes
         self._due = {"evaluate": False, "checkpoint": False}
@@ -111,4 +113,4 @@ class Background(threading.Thread):
         rows = None
         if records > LOOK:
             rows = torch.randperm(records, generator=torch.Generator().manual_seed(self._site.plan.seed))[:LOOK]
-        self.metrics = evaluate(self._model, task, self._snapshot(), rows)
+        self.metrics = evaluate(self._model, task, self._evaluated(), rows)
