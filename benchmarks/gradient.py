@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adp2sgd import task, tree
 from adp2sgd.device import SETTLED, CapturedGraphs, keep_memory
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import convolution
@@ -34,10 +35,10 @@ from adp2sgd.gradient.choose import Automatic, build
 from adp2sgd.gradient.convolution import Convolution
 from adp2sgd.gradient.tape import Tape
 from adp2sgd.models import MODELS
-from adp2sgd.task import cross_entropy
+from adp2sgd.tree import Inputs
 
 Step = Callable[[], object]
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Inputs, Tensor]
 MOST_ROUNDS = 101
 WAYS = ("patches", "side_by_side")
 
@@ -79,6 +80,70 @@ def images(batch: int) -> Batch:
     return torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
 
 
+def words(batch: int) -> Batch:
+    """Sentences of up to 64 tokens and their padding; the targets are tokens."""
+    ids = torch.randint(1, 2048, (batch, 64))
+    mask = (torch.arange(64) < torch.randint(32, 65, (batch, 1))).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}, torch.randint(0, 2048, (batch, 64))
+
+
+def classes(batch: int) -> Batch:
+    return words(batch)[0], torch.randint(0, 10, (batch,))
+
+
+def pairs(batch: int) -> Batch:
+    inputs, targets = words(batch)
+    return inputs | {"decoder_input_ids": torch.randint(1, 2048, (batch, 64))}, targets
+
+
+def pixels(batch: int) -> Batch:
+    return {"pixel_values": torch.randn(batch, 3, 32, 32)}, torch.randint(0, 10, (batch,))
+
+
+def hugging_face(name: str) -> Callable[[], nn.Module]:
+    """A model of transformers with random weights: 4 layers of width 128; nothing is downloaded."""
+
+    def make() -> nn.Module:
+        import transformers as hf
+
+        sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
+        text = sizes | {"vocab_size": 2048, "max_position_embeddings": 128, "pad_token_id": 0}
+        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        rotary = text | {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+        made: nn.Module
+        if name.startswith("bert"):
+            made = hf.BertForSequenceClassification(hf.BertConfig(**text, **off, num_labels=10))
+        elif name == "gpt2":
+            dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            shape = {"vocab_size": 2048, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 128}
+            made = hf.GPT2LMHeadModel(hf.GPT2Config(**shape, **dropout, bos_token_id=1, eos_token_id=2))
+        elif name == "llama":
+            made = hf.LlamaForCausalLM(hf.LlamaConfig(**rotary))
+        elif name == "qwen":
+            made = hf.Qwen3ForCausalLM(hf.Qwen3Config(**rotary, head_dim=32, tie_word_embeddings=True))
+        elif name == "vit":
+            made = hf.ViTForImageClassification(
+                hf.ViTConfig(**sizes, **off, image_size=32, patch_size=4, num_channels=3, num_labels=10)
+            )
+        else:
+            shape = {"vocab_size": 2048, "d_model": 128, "d_ff": 512, "d_kv": 32, "num_layers": 4, "num_heads": 4}
+            made = hf.T5ForConditionalGeneration(hf.T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0))
+        return _with_lora(made) if name.endswith("lora") else made
+
+    return make
+
+
+def _with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=8, lora_dropout=0.0, target_modules=["query", "value"], task_type="SEQ_CLS")
+    adapted: nn.Module = get_peft_model(model, settings)  # type: ignore[arg-type]
+    return adapted
+
+
+TRANSFORMERS = {
+    "bert": classes, "bert-lora": classes, "gpt2": words, "llama": words, "qwen": words, "vit": pixels, "t5": pairs
+}  # fmt: skip
 WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "mlp": (lambda: MODELS["mlp"](inputs=64, classes=10), rows),
     "own-mlp": (Own, rows),
@@ -87,13 +152,19 @@ WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "mobilenetv2": (lambda: MODELS["mobilenet_v2"](norm="group"), images),
     "lstm": (MODELS["lstm"], lambda n: (torch.randn(n, 21, 260), torch.randint(0, 32000, (n, 21)))),
     "transformer": (Transformer, lambda n: (torch.randint(0, 4096, (n, 64)), torch.randint(0, 4096, (n, 64)))),
-}
+} | {name: (hugging_face(name), data) for name, data in TRANSFORMERS.items()}
+
+
+def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
+    """The loss of each record; outputs may be a `ModelOutput`."""
+    return task.cross_entropy(getattr(outputs, "logits", outputs), targets)
 
 
 class CrossEntropy(nn.CrossEntropyLoss):
     """For Opacus: the mean over the batch, and over the positions of sequences."""
 
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
+        outputs = getattr(outputs, "logits", outputs)
         return super().forward(outputs.transpose(1, 2) if outputs.dim() == 3 else outputs, targets)
 
 
@@ -103,7 +174,7 @@ def plain(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
     def step() -> None:
         model.grad.zero_()
         with torch.autocast(options.device, torch.bfloat16, enabled=options.bf16):
-            loss = cross_entropy(model.module(batch[0]), batch[1]).mean()
+            loss = cross_entropy(tree.call(model.module, batch[0]), batch[1]).mean()
         loss.backward()
         model.weights.add_(model.grad, alpha=-1e-3)
 
@@ -131,12 +202,13 @@ def ours(clipper: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]
     def make(module: nn.Module, batch: Batch, options: argparse.Namespace) -> Step:
         model = FlatModel(module, options.device)
         autocast = torch.bfloat16 if options.bf16 else None
-        taken = build(model, cross_entropy, clipper=clipper, autocast=autocast)
+        expected = float(options.batch) if options.device == "cpu" else None
+        taken = build(model, cross_entropy, clipper=clipper, autocast=autocast, expected=expected)
         if isinstance(taken, Automatic):
-            taken.chosen = taken.choose(*batch)  # once in a run, before its first step
+            taken.settle(*batch)  # once in a run, before its first step
 
         def step() -> None:
-            model.weights.add_(taken.clipped_sum(*batch, 1.0).total, alpha=-1e-3 / len(batch[0]))
+            model.weights.add_(taken.clipped_sum(*batch, 1.0).total, alpha=-1e-3 / len(batch[1]))
 
         return step
 
@@ -150,7 +222,7 @@ def opacus(mode: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]:
         from torch.utils.data import DataLoader, TensorDataset
 
         module = ModuleValidator.fix(module.train()).to(options.device)
-        loader = DataLoader(TensorDataset(*batch), batch_size=len(batch[0]))
+        loader = DataLoader(TensorDataset(*tree.tensors(batch[0]), batch[1]), batch_size=len(batch[1]))
         made = PrivacyEngine().make_private(
             module=module, optimizer=torch.optim.SGD(module.parameters(), lr=1e-3), data_loader=loader,
             noise_multiplier=0.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode,
@@ -162,7 +234,7 @@ def opacus(mode: str) -> Callable[[nn.Module, Batch, argparse.Namespace], Step]:
         def step() -> None:
             optimizer.zero_grad()
             with torch.autocast(options.device, torch.bfloat16, enabled=options.bf16):
-                found = loss(private(batch[0]), batch[1])
+                found = loss(tree.call(private, batch[0]), batch[1])
             found.backward()
             optimizer.step()
 
@@ -189,9 +261,9 @@ def prepare(name: str, options: argparse.Namespace) -> Step:
     torch.manual_seed(0)
     module, data = WORKLOADS[options.model]
     batch = data(options.batch)
-    batch = (batch[0].to(options.device), batch[1].to(options.device))
+    batch = (tree.each(lambda part: part.to(options.device), batch[0]), batch[1].to(options.device))
     network = copy.deepcopy(module()).to(options.device)
-    if options.channels_last and batch[0].dim() == 4:
+    if options.channels_last and isinstance(batch[0], Tensor) and batch[0].dim() == 4:
         batch = (batch[0].contiguous(memory_format=torch.channels_last), batch[1])
     return CLIPPERS[name](network, batch, options)
 
