@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adp2sgd import tree
+from adp2sgd.config import Config, Privacy
+from adp2sgd.data.records import Records
+from adp2sgd.engine import simulate
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.bookkeeping import BookKeeping
 from adp2sgd.gradient.choose import Automatic
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.gradient.rules import UnsupportedError
+from adp2sgd.task import Task
 from against_loop import check, close
 from transformers_zoo import ZOO, bert, tokens, with_lora
 
@@ -137,3 +141,16 @@ def test_weights_of_inputs_by_outputs(copies):
 @pytest.mark.parametrize("copies", [1, 2])
 def test_norms(module, copies):
     check(module, torch.randn(6, 5, 4), copies=copies)
+
+
+def test_a_private_run_of_bert_with_lora_by_the_fast_clipper():
+    make, data, loss, targets = ZOO["bert, lora"]
+    train, test = (Records(data(count), targets(count)) for count in (48, 8))
+    task = Task(model=make, train=train, test=test, loss=loss, metrics={}, prepare=lambda inputs: inputs)
+    privacy = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5)
+    config = Config(task="tests", learners=2, epochs=0.5, batch_size=8, seed=0, privacy=privacy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*slower")
+        run = simulate(config, task=task)
+    assert run.guarantee != "none"
+    assert len(run.learners) == 2

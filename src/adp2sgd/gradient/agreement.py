@@ -109,7 +109,7 @@ def drift(
                 moved = 0.0
                 for size in sizes:
                     batch = (tree.joined([part] * size) for part in rows)
-                    mean = together.clipped_sum(*batch, clip).total.double() / size
+                    mean = together.clipped_sum(next(batch), next(batch), clip).total.double() / size
                     moved = max(moved, float(torch.linalg.vector_norm(mean - whole.total / 2)) / clip)
                 found.append(moved)
         except Exception:  # whatever a model does, the loop can take its gradient

@@ -1,4 +1,4 @@
-"""Multi-head attention with the batch in front, so that its projections are recorded like any Linear layer."""
+"""Multi-head attention with the batch in front, so that its projections are on the tape like any Linear layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Project = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A recorded `F.linear`."""
+"""An `F.linear` that is on the tape."""
 
 
 def attend(project: Project, weights: list[Any], biases: list[Any], call: dict[str, Any]) -> tuple[Any, Any]:

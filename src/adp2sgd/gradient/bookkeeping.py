@@ -1,4 +1,4 @@
-"""One forward and one backward pass, then the clipped sum from what was recorded: no second pass, and no layer's
+"""One forward and one backward pass, then the clipped sum from the tape: no second pass, and no layer's
 per-record gradients are formed where Gram matrices cost less. Measured against others by benchmarks/gradient.py."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BookKeeping:
     """Clipper for models whose parameters are used in ways that `tape` has rules for.
 
     `piece`: at most so many records (and `AT_ONCE`) are processed at once. `autocast`: run layers in that type; norms
-    and sums are of the same values. Raises `UnsupportedError` where there is no rule. On a GPU the passes are recorded
+    and sums are of the same values. Raises `UnsupportedError` where there is no rule. On a GPU the passes are captured
     as CUDA graphs.
 
     `expected`: the size of a batch, in the mean. A GPU then takes every batch in passes of one size, filled up with
@@ -74,7 +74,7 @@ class BookKeeping:
         return Clipped(total, torch.cat(norms))
 
     def taped(self, inputs: Inputs, targets: Tensor) -> Tape:
-        """The recorded passes over these rows. Guarantee: they keep records apart, else `UnsupportedError` is raised.
+        """The passes over these rows, on a tape. Guarantee: they keep records apart, else `UnsupportedError` is raised.
 
         Code that is not torch's or this package's is checked at every pass, and what it keeps in Python is put back.
         The model reads copies: a layer in place would change the batch, which is read again where a record has no
@@ -112,7 +112,7 @@ class BookKeeping:
         with torch.enable_grad():
             mean = losses.sum() / self.copies if self.copies > 1 else losses.sum()
         if mean.requires_grad:
-            # Only what leads to recorded layers: the parameters' own `grad` is never written.
+            # Only what leads to layers on the tape: the parameters' own `grad` is never written.
             mean.backward(inputs=tape.leaves)
 
     def _program(self, inputs: Inputs, targets: Tensor) -> Program:
@@ -220,7 +220,7 @@ class BookKeeping:
             return torch.cat([parts[name].reshape(-1) for name in self.trained]), norms
 
     def _scalars(self, clip_norm: float, records: int) -> tuple[Tensor, Tensor]:
-        """As tensors: a recorded step must not hold on to their values."""
+        """As tensors: a captured graph must not hold on to their values."""
         both = torch.tensor([clip_norm, records], dtype=torch.float64)
         clip, count = move(both, self.model.device)
         return clip, count

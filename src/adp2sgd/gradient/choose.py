@@ -99,7 +99,7 @@ class Automatic:
         self.chosen = self.choose(inputs, targets)
         if self.chosen is not self.loop:
             rows = (synthetic(like, PROBE_RECORDS * self.copies) for like in (inputs, targets))
-            kind = partial(type(self.chosen), copies=self.copies)
+            kind: Any = partial(type(self.chosen), copies=self.copies)  # type: ignore[call-arg]
             probe = partial(drift, kind, self.model, self.loop.loss, *rows, copies=self.copies)
             later = partial(probe, sizes=(7, 16, self.bookkeeping.most))
             self.range = WeightRange(self.model, later, at_first=probe(sizes=(7,)))
@@ -130,7 +130,7 @@ class Automatic:
 
     def _trial(self, x: Inputs, y: Tensor) -> str:
         """Why book-keeping fails in the type, layout and size that steps have; else empty, and it knows how many
-        records it may take at once: what fits in half of the free memory, if one needs twice what is recorded of it."""
+        records it may take at once: what fits in half of the free memory, if one needs twice what the tape holds."""
         own = self.bookkeeping
         twin = FlatModel(without_dropout(copy.deepcopy(self.model.module).train()), self.model.device)
         clipper = BookKeeping(twin, own.loss, copies=self.copies, autocast=own.autocast)
@@ -148,7 +148,7 @@ class Automatic:
         return ""
 
     def _pass(self, clipper: BookKeeping, x: Inputs, y: Tensor) -> int:
-        """Bytes that are recorded of one whole pass."""
+        """Bytes that the tape holds after one whole pass."""
         with WithoutDropout():
             tape = clipper.taped(self.bookkeeping.laid_out(x), y)
         with torch.no_grad():

@@ -28,7 +28,8 @@ def effective_norms(measured: Measured) -> Tensor:
     norms = measured.squares.clamp(min=0).sqrt()
     if measured.doubt is None:
         return norms
-    # Below SUSPECT roundings are no conspiracy; where a gradient is nearly all cancelled, weights may be made for it.
+    # Below SUSPECT, rounding errors are treated as independent. Where nearly all of a gradient cancels, weights may be
+    # made for it, and every rounding is allowed for.
     suspicion = (measured.doubt / (SUSPECT * norms)).nan_to_num(0.0).clamp(max=1.0)
     return torch.addcmul(norms + measured.doubt, measured.doubt, suspicion, value=max(0, measured.terms) / ROUNDINGS)
 

@@ -1,4 +1,4 @@
-"""The torch functions that have a rule, run as layers that record. Arguments are those of the functions."""
+"""The torch functions that have a rule, run as layers that are on the tape. Arguments are those of the functions."""
 
 from __future__ import annotations
 

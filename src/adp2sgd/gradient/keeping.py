@@ -264,7 +264,7 @@ def numbered(site: Site) -> Rows:
 def _own(site: Site, index: Any) -> Rows:
     """Every row of a batch, picked by its own number; along other axes, by constants: `mask[numbers, places]`."""
     numbers, *others = index if type(index) is tuple else (index,)
-    batch, rows = site.first, numbers.rows
+    batch, rows = site.first, Rows(*numbers.rows)
     fits = batch.in_front and batch.rows == rows and batch.shape[0] == numbers.shape[numbers.axis] and not batch.index
     constants = all(isinstance(part, Value) and part.rows is None for part in others)
     if not fits or not constants or any(size != 1 for size in numbers.shape if not isinstance(size, Scaled)):
@@ -298,32 +298,32 @@ def setitem(site: Site) -> Rows:
     return joint(site, site.with_records)
 
 
-# --- Layers: those with a trained parameter are recorded, and need the records in order ---
+# --- Layers: those with a trained parameter are on the tape, and need the records in order ---
 
 
 def linear(site: Site) -> Rows:
-    return _recorded(site, last_axes(site, 1))
+    return _taped(site, last_axes(site, 1))
 
 
 def embedding(site: Site) -> Rows:
-    return _recorded(site, of_first(site))
+    return _taped(site, of_first(site))
 
 
 def normalized(site: Site) -> Rows:
-    return _recorded(site, last_axes(site, len(site.get(1, "normalized_shape"))))
+    return _taped(site, last_axes(site, len(site.get(1, "normalized_shape"))))
 
 
 def image_layer(site: Site) -> Rows:
-    return _recorded(site, batch_first(site))
+    return _taped(site, batch_first(site))
 
 
 def instance_norm(site: Site) -> Rows:
     if site.get(1, "running_mean") is not None:
         raise site.refusal("keeps statistics of batches")
-    return _recorded(site, batch_first(site))
+    return _taped(site, batch_first(site))
 
 
-def _recorded(site: Site, rows: Rows) -> Rows:
+def _taped(site: Site, rows: Rows) -> Rows:
     if site.attributed and (not site.first.in_front or len(site.with_records) > 1):
         raise site.refusal("of a parameter has no rule where the records do not lie in front, in order")
     return rows

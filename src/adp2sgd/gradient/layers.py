@@ -1,4 +1,4 @@
-"""Layers whose backward pass hands (input, output gradient) to the record instead of forming a weight gradient."""
+"""Layers whose backward pass hands (input, output gradient) to the tape instead of forming a weight gradient."""
 
 from __future__ import annotations
 

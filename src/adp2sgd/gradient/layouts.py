@@ -54,7 +54,7 @@ class Value:
 
     @property
     def in_front(self) -> bool:
-        """Whether rows of the first axis belong to the records in order, as the recorder takes them to."""
+        """Whether rows of the first axis belong to the records in order, as the tape assumes."""
         return self.in_order and self.axis == 0
 
 
@@ -191,7 +191,7 @@ def _rows(site: Site, rules: dict[Any, Rule]) -> Rows | None:
 
 
 def _refuse_parameters_as_records(site: Site) -> None:
-    """The recorder would take rows for records, in batches whose size divides their number."""
+    """The tape would take rows for records, in batches whose size divides their number."""
     trained = any(value.trained for value in site.tensors)
     if trained and site.func in HANDLERS and site.func not in SHARING:
         raise site.refusal("of constants and parameters alone has no rule")

@@ -22,7 +22,7 @@ from adp2sgd.task import Loss
 from adp2sgd.tree import Inputs
 
 SLOPE = 0.1
-"""So wide, as a part of the clip norm, is the passage from "below" to "above" in the count of norms."""
+"""The count of norms goes from "below" to "above" over this width, as a part of the clip norm."""
 SPAN = 1e6
 """The clip norm stays within this factor of where it started."""
 MOST_CHANGE = 1.0

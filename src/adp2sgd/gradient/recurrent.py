@@ -11,7 +11,7 @@ from torch import Tensor
 from adp2sgd.gradient import rules
 
 Gates = Callable[[Tensor, Tensor, Tensor], None]
-"""(layer input [t, n, d], hidden states before each step [t, n, h], gate gradients [t, n, 4h]) → recorded."""
+"""(layer input [t, n, d], hidden states before each step [t, n, h], gate gradients [t, n, 4h]) → the tape."""
 
 
 class Direction(torch.autograd.Function):

@@ -246,15 +246,15 @@ def settle(use: Use, keep_bytes: int) -> Use:
 
 
 def silence(use: Any, counted: Tensor | None) -> None:
-    """Zeros in place of what was recorded of records that are not `counted` [n], by the same work whoever they are: a
+    """Zeros in place of what the tape holds of records that are not `counted` [n], by the same work whoever they are: a
     factor of 0 would leave a NaN a NaN."""
     if counted is None:
         return
     for name in ("gradients", "inputs", "outputs"):
-        recorded = getattr(use, name, None)
-        if recorded is not None:
-            rows = counted.repeat_interleave(len(recorded) // len(counted)).view(-1, *[1] * (recorded.dim() - 1))
-            setattr(use, name, torch.where(rows, recorded, torch.zeros_like(recorded)))
+        held = getattr(use, name, None)
+        if held is not None:
+            rows = counted.repeat_interleave(len(held) // len(counted)).view(-1, *[1] * (held.dim() - 1))
+            setattr(use, name, torch.where(rows, held, torch.zeros_like(held)))
     for name in ("use", "table", "head"):
         if hasattr(use, name):
             silence(getattr(use, name), counted)

@@ -1,5 +1,6 @@
 """Sees every call of a torch function during a forward pass, and runs those that read a trained parameter as layers
-that record. Rules belong to functions, not to modules: a user's own module needs no registration."""
+that hand in what their gradient is made of. Rules belong to functions, not to modules: a user's own module needs no
+registration."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Source:
 
 class Tape(TorchFunctionMode):
     """One forward and backward pass over `n` records. After it, `measured` and `uses` say all about the gradients;
-    `held` counts the bytes that were recorded."""
+    `held` counts the bytes that it holds."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], constants: Iterable[Tensor], n: int, course: Pass | None = None
@@ -69,7 +70,7 @@ class Tape(TorchFunctionMode):
         return together(self.measured)
 
     def weighted(self, factors: Tensor, counted: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The weighted sum of the records' gradients, parameter by parameter; what was recorded is let go. Those that
+        """The weighted sum of the records' gradients, parameter by parameter; what the tape holds is let go. Those that
         are not `counted` [n] add nothing, even where their gradients are not finite."""
         if self.joined:
             rules.silence(self.joined.kept, counted)
@@ -85,9 +86,9 @@ class Tape(TorchFunctionMode):
 
     def _settle(self, name: str, use: rules.Use) -> None:
         self.waiting[name] = []
-        recorded, use = use, rules.settle(use, self.keep)
-        if use is not recorded:
-            self.held += recorded.formed
+        given, use = use, rules.settle(use, self.keep)
+        if use is not given:
+            self.held += given.formed
         if isinstance(use, rules.Kept) and use.gradients.numel() <= rules.SMALL * self.n:
             self.small[name] = use
             return
@@ -181,7 +182,7 @@ class Tape(TorchFunctionMode):
         if name == "expand_as" and len(tensors) == 2:
             return self._spread(torch.Tensor.expand, "expand", (args[0], *args[1].shape))
         if name in PRODUCTS and id(args[-1]) in self.sources and args[-1].dim() == 2 and not kwargs:
-            return functions.turned_linear(self, *args[-2:], args[0] if len(args) == 3 else None)
+            return functions.turned_linear(self, args[-2], args[-1], args[0] if len(args) == 3 else None)
         if func is F.scaled_dot_product_attention:
             return self._attention(args, kwargs)
         if name not in ELEMENTWISE:
@@ -203,12 +204,11 @@ class Tape(TorchFunctionMode):
         """Attention whose mask is trained (a bias by relative position, say)."""
         query, *others = args
         mask = kwargs.get("attn_mask", others[2] if len(others) > 2 else None)
-        if any(id(stream) in self.sources for stream in (query, *others[:2])) or id(mask) not in self.sources:
+        if mask is None or id(mask) not in self.sources or any(id(t) in self.sources for t in (query, *others[:2])):
             raise UnsupportedError("attention of trained queries, keys or values has no rule")
-        own = self._per_record(mask, len(query), query.dim())
-        if "attn_mask" in kwargs:
-            return F.scaled_dot_product_attention(*args, **kwargs | {"attn_mask": own})
-        return F.scaled_dot_product_attention(*args[:3], own, *args[4:], **kwargs)
+        named = dict(zip(("dropout_p", "is_causal"), args[4:], strict=False)) | kwargs
+        named["attn_mask"] = self._per_record(mask, len(query), query.dim())
+        return F.scaled_dot_product_attention(*args[:3], **named)
 
     def _shared(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """A function of constants and parameters alone: computed once for all records."""
