@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from adp2sgd import config
-from adp2sgd.cli import view
+from adp2sgd.cli.liveview import watching
+from adp2sgd.cli.view import named
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds
 from adp2sgd.device import can_compile, laid_out, let_go, precision_on
 from adp2sgd.engine import simulate, train
@@ -242,7 +243,7 @@ def _simulated(settings: Config, folder: Path, resume: bool, points: dict[int, P
         points |= {p["global_steps"]: Point(**p) for p in checkpoint.read(Folder.open(folder)).facts["curve"]}
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    with view.progress(settings, quiet=quiet) as show:
+    with watching(named(settings), quiet=quiet) as show:
 
         def on_status(status: RunStatus) -> None:
             if status.point is not None:

@@ -29,6 +29,7 @@ from adp2sgd.randomness.streams import Streams
 from adp2sgd.sampler import Sampler
 from adp2sgd.task import Task
 from adp2sgd.tasks import resolve
+from command import Command
 
 ROOT = Path(__file__).parents[1]
 REAL_DATA = ROOT.parent / "shared" / "data"
@@ -107,6 +108,13 @@ def adp2sgd(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.Comp
     """The command line in a real process."""
     command = [sys.executable, "-m", "adp2sgd", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """The command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture

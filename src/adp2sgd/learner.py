@@ -43,6 +43,7 @@ class Learner:
         self,
         *,
         number: int,
+        name: str | None = None,
         model: FlatModel,
         sampler: Sampler,
         gradient_step: GradientStep,
@@ -51,7 +52,7 @@ class Learner:
         streams: Streams,
         budget: Budget | None = None,
     ) -> None:
-        self.number, self.steps = number, 0
+        self.number, self.name, self.steps = number, name or str(number), 0
         self.sampler, self.optimizer, self.progress, self.budget = sampler, optimizer, progress, budget
         shared = [model.weights, model.buffers] if budget is None else [model.weights]  # private: no buffer travels
         self.vector = SharedVector(torch.cat(shared))
@@ -73,7 +74,7 @@ class Learner:
     def gradient(self) -> Gradient:
         """The mean gradient at ŵ over the batch, privatized in private mode."""
         self._charge()
-        with withholding_records(self.sampler.task, self.number, private=self.budget is not None):
+        with withholding_records(self.sampler.task, self.name, private=self.budget is not None):
             batch = self.sampler.batch()
             return self._noise(self._clip(batch), batch)
 

@@ -42,6 +42,7 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     batches = _batches(plan, count, declared, streams, budget)
     return Learner(
         number=site.number,
+        name=site.name,
         model=model,
         sampler=Sampler(task, records, batches, streams, model.device, copies=config.privacy.copies),
         gradient_step=compute.gradient_step(budget),

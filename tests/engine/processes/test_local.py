@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -14,10 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from adp2sgd.cli.liveview import _Lines, row
+from adp2sgd.cli.liveview import Lines, row
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds, Topology
 from adp2sgd.data.records import Records
 from adp2sgd.engine import checkpoint as learner_checkpoint
@@ -405,9 +407,9 @@ def test_the_command_shows_plain_lines_and_prints_json(tmp_path: Path) -> None:
 
 
 def test_the_live_view_names_every_learners_state() -> None:
-    said: list[str] = []
     rows: list[tuple[str, ...]] = []
-    lines = _Lines(lambda text, **_: said.append(text))
+    console = Console(file=io.StringIO(), width=500)
+    lines = Lines("quadratic", console)
 
     def watch(run: RunStatus) -> None:
         lines(run)
@@ -416,6 +418,7 @@ def test_the_live_view_names_every_learners_state() -> None:
     train(
         SLEEPY.replace(learners=2, epochs=2, speeds=Speeds(step_s=0.02, pad=True), evaluate_every=0.5), on_status=watch
     )
+    said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert any("2 training" in line and "steps/s" in line for line in said)
     assert any("θ at epoch" in line and "loss" in line for line in said)
     assert [cells[:2] for cells in rows] == [("0", "ended"), ("1", "ended")]
