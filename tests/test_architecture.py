@@ -44,6 +44,7 @@ LAYERS = {
     "learner": 9,
     "exchange": 10,
     "run_folder": 10,
+    "callbacks": 4,
     "engine": 11,
     "report": 12,
     "cli": 13,

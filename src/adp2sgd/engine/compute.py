@@ -79,9 +79,26 @@ class Compute:
         return PrivateStep(self.clipper, clip_norm=clip_norm, noise_multiplier=own, adaptation=adaptation)
 
     def named(self, theta: Tensor) -> dict[str, Tensor]:
-        """θ under torch's own names, with everything that the module's `load_state_dict` asks for."""
-        self.model.load(theta)
-        return {name: tensor.detach().clone() for name, tensor in self.model.module.state_dict().items()}
+        """θ under torch's own names, with everything that the module's `load_state_dict` asks for.
+
+        The model itself is only read, so another thread may compute with it meanwhile.
+        """
+        size = len(self.model.weights)
+        found = {}
+        for name, tensor in self.model.module.state_dict().items():
+            part = _same_place(tensor, self.model.weights, theta[:size])
+            part = _same_place(tensor, self.model.buffers, theta[size:]) if part is None else part
+            found[name] = (tensor.detach() if part is None else part).clone()
+        return found
+
+
+def _same_place(tensor: Tensor, vector: Tensor, other: Tensor) -> Tensor | None:
+    """The part of `other` that lies where `tensor` lies in `vector`; None if it is no view into it."""
+    inside = len(other) == len(vector) and tensor.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+    if not inside or not tensor.numel():
+        return None
+    start = tensor.storage_offset()
+    return other[start : start + tensor.numel()].view(tensor.shape)
 
 
 def build_model(task: Task, device: torch.device, name: str, seed: int, *, private: bool) -> FlatModel:

@@ -20,7 +20,7 @@ from adp2sgd.engine.processes.seat import Seat
 from adp2sgd.engine.processes.supervisor import SESSION, Patience, Supervisor
 from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
-from adp2sgd.engine.status import RunStatus, StatusFile
+from adp2sgd.engine.status import OnStatus, RunStatus, StatusFile
 from adp2sgd.engine.theta import Mean, mean_of
 from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, callback, telling_no_values
 from adp2sgd.exchange.shared import require_linux
@@ -50,7 +50,7 @@ def train(
     task: Task | None = None,
     resume: bool = False,
     exchange: bool = True,
-    on_status: Callable[[RunStatus], None] | None = None,
+    on_status: OnStatus = None,
     patience: Patience | None = None,
 ) -> Run:
     """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
@@ -68,8 +68,7 @@ def train(
             given: dict[str, Any] = {"exchange": exchange, "on_status": on_status, "patience": patience}
             return replace(train(config, Path(scratch) / "run", task=task, **given), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
-        on_status = callback(on_status or (lambda _: None))
-        return _train(named(config, task), task, folder, resume, exchange, on_status, patience)
+        return _train(named(config, task), task, folder, resume, exchange, callback(on_status), patience)
 
 
 def _train(
@@ -166,7 +165,10 @@ def _evaluated(supervisor: Supervisor, home: Folder, mean: Mean) -> Run:
     steps = sum(each.steps for each in results)
     point = setup.point(steps, supervisor.seconds, setup.held_out.figures(theta), mean)
     curve = (*(each for each in supervisor.curve if each.global_steps < steps), point)
-    run = finish(setup, accounts, results, curve, theta=theta, clock="real", folder=str(home.path))
+    run = finish(
+        setup, accounts, results, curve,
+        theta=theta, clock="real", folder=str(home.path), stopped=supervisor.stopped,
+    )  # fmt: skip
     return replace(run, notes=(*run.notes, *_told(supervisor)))
 
 
