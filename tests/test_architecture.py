@@ -65,6 +65,7 @@ ENGINE = {  # inside engine/, from what all share to what drives
     "status": 1,
     "theta": 0,
     "background": 3,
+    "extension": 2,
     "site": 2,
     "validate": 2,
     "setup": 3,

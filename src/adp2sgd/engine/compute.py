@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class Compute:
         config = plan.config
         tune(device, config.precision, private=plan.private, padded=config.speeds.pad)
         self.model = build_model(task, device, config.task, plan.seed, private=plan.private)
+        if config.init_from is not None:
+            begin_with(self.model, Path(config.init_from).expanduser())
 
     @cached_property
     def plain_step(self) -> PlainStep:
@@ -113,6 +116,22 @@ def build_model(task: Task, device: torch.device, name: str, seed: int, *, priva
         if private and not tellable(error):
             raise ConfigError(f'the model of task = "{name}" cannot be made ({kind(error)}); {WITHHELD}') from None
         raise
+
+
+def begin_with(model: FlatModel, path: Path) -> None:
+    """Load the weights of a run's folder, or of a safetensors file with torch's own names."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = path / "model.safetensors" if path.is_dir() else path
+    try:
+        model.module.load_state_dict(load_file(file, device=str(model.device)))
+    except (OSError, SafetensorError) as error:
+        why = next(iter(str(error).splitlines()), "").partition(":")[0]
+        raise ConfigError(f'init_from = "{path}" cannot be read ({why}); give a finished run or its model') from None
+    except RuntimeError as error:
+        why = str(error).splitlines()[-1].strip()
+        raise ConfigError(f'init_from = "{path}" holds another model ({why}); use the same task and options') from None
 
 
 def pick_device(name: str) -> torch.device:

@@ -6,12 +6,13 @@ import json
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine import extension
 from adp2sgd.engine.budgets import open_budget, read_budget
 from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
@@ -80,14 +81,14 @@ def _train(
     on_status: Callable[[RunStatus], None],
     patience: Patience | None,
 ) -> Run:
-    kept = _read_session(Folder.open(folder)) if resume else {}
+    kept = _read_session(Folder.open(folder), config) if resume else {}
     setup = prepare(
         config, task, kept.get("seed"), resumed=resume
     )  # before the folder: a wrong task leaves nothing behind
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     with home.held(), closing(setup):
         if resume:
-            _read_session(home)  # it may have ended since
+            _read_session(home, config)  # it may have ended since
         with closing(ForkServer()) as server:
             with beginning(home, fresh=not resume):
                 plans = _plan(setup, home)
@@ -125,7 +126,10 @@ def _plan(setup: Setup, home: Folder) -> list[Plan]:
     return plans
 
 
-def _read_session(home: Folder) -> dict[str, Any]:
+def _read_session(home: Folder, config: Config) -> dict[str, Any]:
+    """What an unfinished run has left, or a finished one that `config` extends."""
+    if (before := extension.earlier(home, config, SESSION)) is not None:
+        return _session_after(before, home)
     if (home.path / "result.json").exists():
         raise RunError(f"{home.path} holds a finished run; its result is in result.json")
     try:
@@ -136,6 +140,19 @@ def _read_session(home: Folder) -> dict[str, Any]:
             "else start it with another --out"
         ) from None
     return kept
+
+
+def _session_after(before: Run, home: Folder) -> dict[str, Any]:
+    """The earlier run's end as a session."""
+    seats = []
+    for each in before.learners:
+        saved = learner_checkpoint.load(home, each.learner)
+        start = 0 if saved is None else saved.facts.get("start", 0)
+        counters = asdict(extension.counters_of(each))
+        seats.append(
+            {"learner": each.learner, "start": start, "restarts": each.restarts, "died": 0, "counters": counters}
+        )
+    return {"seed": extension.seed_of(home), "seconds": before.seconds, "seats": seats}
 
 
 def _result(supervisor: Supervisor, home: Folder) -> Run:

@@ -23,6 +23,7 @@ from torch import Tensor
 from adp2sgd.config import Config
 from adp2sgd.data.indexed import start_reading
 from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine import extension
 from adp2sgd.engine.divergence import Watch
 from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
@@ -72,9 +73,11 @@ def _simulate(
     config: Config, task: Task | None, folder: str | Path, resume: bool, on_status: Callable[[RunStatus], None]
 ) -> Run:
     kind = Synchronous if config.algorithm == "sync" else Asynchronous
-    saved = checkpoint.read(Folder.open(folder)) if resume else None
+    before = extension.earlier(Folder.open(folder), config, checkpoint.NAME) if resume else None
+    saved = checkpoint.read(Folder.open(folder)) if resume and before is None else None
+    seed = saved.seed if saved else extension.seed_of(Folder.open(folder)) if before else None
     # Before the folder is made: a wrong task leaves nothing behind.
-    setup = prepare(config, task, saved.seed if saved else None, resumed=resume)
+    setup = prepare(config, task, seed, resumed=resume)
     start_reading(setup.task.train)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     simulation = kind(setup, home, StatusFile(home, on_status))
@@ -89,10 +92,12 @@ def _simulate(
             home.remove_logs("ledger.jsonl", "plan.json")  # a seeded run repeats its draws: charged anew, not twice
         with beginning(home, fresh=not resume):
             simulation.enlist()
-        if saved is None:
-            simulation.start()
-        else:
+        if saved is not None:
             checkpoint.restore(simulation, saved)
+            return simulation.run()
+        if before is not None:
+            checkpoint.extend(simulation, before)
+        simulation.start()
         return simulation.run()
 
 
@@ -237,7 +242,8 @@ class Simulation:
         theta = mean_of(self.states()).theta
         save_model(self.setup, theta, self.folder)
         for member in self.members:
-            learner_checkpoint.save(self.folder, member.learner, member.learner.state, {"steps": member.learner.steps})
+            facts = {"steps": member.learner.steps, "seed": self.setup.plan.seed}
+            learner_checkpoint.save(self.folder, member.learner, member.learner.state, facts)
         if not self.curve or self.curve[-1].global_steps != self.global_steps:
             self._evaluate()
         learners = self._learner_results()
