@@ -134,6 +134,11 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
         and (config.task.startswith("<") or ":" in config.task or config.task.partition("/")[0] in ("table", "images"))
     ):
         raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
+    if config.init_from is not None:
+        warnings.append(
+            f'the run begins with the model of init_from = "{config.init_from}"; if that was trained on the same '
+            "records, only a privacy.ledger that both runs share covers both"
+        )
     warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
     if privacy.copies > 1 and task.augment is None:
         raise ConfigError(
