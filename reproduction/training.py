@@ -88,7 +88,7 @@ def digit_rows(**options: int) -> Task:
 
 def stretched(optimizer: Optimizer, factor: float) -> Optimizer:
     """The same course of learning rates in `factor` times the epochs."""
-    schedule = tuple((epoch * factor, rate) for epoch, rate in optimizer.schedule)
+    schedule = tuple((epoch * factor, rate) for epoch, rate in optimizer.rates)
     warmup = optimizer.warmup.replace(epochs=optimizer.warmup.epochs * factor)
     return optimizer.replace(schedule=schedule, warmup=warmup, decay=optimizer.decay ** (1 / factor))
 
@@ -96,7 +96,7 @@ def stretched(optimizer: Optimizer, factor: float) -> Optimizer:
 def doubled(settings: Config) -> Config:
     """Case III: twice the batch at twice the learning rate."""
     optimizer = settings.optimizer
-    schedule = tuple((epoch, 2 * rate) for epoch, rate in optimizer.schedule)
+    schedule = tuple((epoch, 2 * rate) for epoch, rate in optimizer.rates)
     warmup = optimizer.warmup.replace(from_=2 * optimizer.warmup.from_)
     fast = optimizer.replace(lr=2 * optimizer.lr, schedule=schedule, warmup=warmup)
     return settings.replace(batch_size=2 * settings.batch_size, optimizer=fast)

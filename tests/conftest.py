@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def quadratic_config() -> Config:
     )
 
 
-def make_learner(number: int, task: Task | None = None, **optimizer: float) -> Learner:
+def make_learner(number: int, task: Task | None = None, **optimizer: Any) -> Learner:
     """A learner on its own, outside any engine."""
     task = task or resolve("quadratic", {"records": 50, "dimension": 3})
     streams, model = Streams(0, number), FlatModel(task.model())

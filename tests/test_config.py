@@ -203,7 +203,10 @@ def test_the_document_has_every_field_with_its_default() -> None:
     }
     expected = set()
     for section, name, value in fields_of(Config()):
-        shown = "–" if value is None else f"`{tomli_w.dumps({'x': value}).partition('= ')[2].strip()}`"
+        written = tomli_w.dumps({"x": value}) if value is not None else "= –"
+        one_line = re.sub(r"\[\s+|\s+\]", "", " ".join(written.partition("= ")[2].split()))
+        one_line = f"[{one_line.rstrip(',')}]" if isinstance(value, tuple) and value else one_line
+        shown = "–" if value is None else f"`{one_line}`"
         expected.add((section, f"| `{name}`", shown if value not in ((), {}) else "`[]`" if value == () else "`{}`"))
     assert rows == expected
 

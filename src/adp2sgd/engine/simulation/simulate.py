@@ -164,7 +164,8 @@ class Simulation:
         """Let exchanges under way complete."""
 
     def states(self) -> list[Tensor]:
-        return [member.learner.state for member in self.members]
+        """What is evaluated of the learners."""
+        return [member.learner.optimizer.evaluated(member.learner.state) for member in self.members]
 
     def checkpoint(self) -> None:
         self._look()
@@ -245,10 +246,10 @@ class Simulation:
 
     def _learner_results(self) -> tuple[LearnerResult, ...]:
         """Equal models, as after SYNC's all-reduce, are evaluated once."""
-        found: list[LearnerResult] = []
+        found, states = list[LearnerResult](), self.states()
         for before, member in zip((None, *self.members), self.members, strict=False):
-            if before is None or not torch.equal(before.learner.state, member.learner.state):
-                metrics = self.setup.held_out.figures(member.learner.state)
+            if before is None or not torch.equal(states[before.learner.number], states[member.learner.number]):
+                metrics = self.setup.held_out.figures(states[member.learner.number])
             found.append(self._learner_result(member, metrics))
         return tuple(found)
 
