@@ -109,13 +109,16 @@ def build_model(task: Task, device: torch.device, name: str, seed: int, *, priva
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            return FlatModel(task.model(), device)
+            model = FlatModel(task.model(), device)
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise ConfigError(f'the model of task = "{name}" does not fit into memory; make it smaller') from None
         if private and not tellable(error):
             raise ConfigError(f'the model of task = "{name}" cannot be made ({kind(error)}); {WITHHELD}') from None
         raise
+    if not len(model.weights):
+        raise ConfigError(f'the model of task = "{name}" has no trainable parameter; set requires_grad on some')
+    return model
 
 
 def begin_with(model: FlatModel, path: Path) -> None:
