@@ -178,7 +178,7 @@ def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Acco
         budget = read_budget(setup.plan, learner, setup.site_names[learner], home.learner(learner))
         return Account(learner, budget, source)
     except LedgerError as error:
-        notes.append(f"learner {learner}: {error}")
+        notes.append(f"learner {setup.site_names[learner] or learner}: {error}")
         return Account(learner, None, source)
 
 
@@ -199,7 +199,7 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
 
 def _told(supervisor: Supervisor) -> list[str]:
     """What happened, in words: the supervisor's notes, then what the learners said themselves."""
-    said = [f"learner {seat.learner} {note}" for seat in supervisor.seats for note in dict.fromkeys(seat.status.notes)]
+    said = [f"learner {seat.name} {note}" for seat in supervisor.seats for note in dict.fromkeys(seat.status.notes)]
     halves = sum(seat.totals.halves + seat.died for seat in supervisor.seats)
     unconfirmed = sum(seat.totals.unconfirmed for seat in supervisor.seats)
     if halves or unconfirmed:
