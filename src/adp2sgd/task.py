@@ -60,6 +60,7 @@ class Task:
     prepare: Callable[[Tensor], Tensor] = torch.Tensor.float  # batch as stored → what the model reads
     augment: Augment | None = None  # training batches only, after `prepare`
     fitted: str | None = None
+    identifier: str | None = None  # what seems to tell whose a record is, where records have no units
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module) or not callable(self.model):
@@ -198,6 +199,7 @@ def from_files(
         prepare=source.prepare,
         augment=crop_and_flip if (family.augment if augment is None else augment) else None,
         fitted=source.fitted,
+        identifier=source.identifier,
     )
 
 

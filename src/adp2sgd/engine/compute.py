@@ -7,6 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from adp2sgd.config import Config
 from adp2sgd.device import AUTOCAST, compiled, tune
 from adp2sgd.engine.plan import Plan
 from adp2sgd.errors import WITHHELD, ConfigError, kind, tellable
@@ -18,7 +19,7 @@ from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.mechanism import beside_count
 from adp2sgd.task import Task
 
-SEEDED_PIECE = 512  # most rows (a record has `copies` of them) whose gradients are taken at once in a seeded run
+SEEDED_PIECE = 512  # most rows whose gradients are taken at once in a seeded run; a record or unit may have several
 
 
 class Compute:
@@ -49,7 +50,7 @@ class Compute:
         choice. A seeded run does not depend on the memory that happens to be free.
         """
         config = self.plan.config
-        copies = config.privacy.copies
+        copies = rows_together(config, self.task)
         piece = None if config.seed is None else max(1, SEEDED_PIECE // copies)
         made = choose.build(
             self.model, self.task.loss, clipper=config.privacy.clipper, copies=copies, piece=piece,
@@ -80,6 +81,11 @@ class Compute:
         """θ under torch's own names, with everything that the module's `load_state_dict` asks for."""
         self.model.load(theta)
         return {name: tensor.detach().clone() for name, tensor in self.model.module.state_dict().items()}
+
+
+def rows_together(config: Config, task: Task) -> int:
+    """Rows that are clipped as one: the copies of a record, or those of all rows of a unit."""
+    return config.privacy.copies * (1 if task.train.units is None else config.privacy.records_per_unit)
 
 
 def build_model(task: Task, device: torch.device, name: str, seed: int, *, private: bool) -> FlatModel:

@@ -101,7 +101,7 @@ def _guarantee(learners: Sequence[Accounted]) -> Any:
     alone = max(each.epsilon_alone or 0.0 for each in found)
     threat = min((each.threat_model for each in found), key=_covers_time)
     weakest = replace(weakest, **told, epsilon_alone=alone, threat_model=threat)
-    valid_if = "no record lies at two learners"
+    valid_if = f"no {weakest.unit} lies at two learners"
     return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}
 
 

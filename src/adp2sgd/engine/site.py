@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
+from adp2sgd.data.records import Records
+from adp2sgd.data.units import UnitBatches, population
 from adp2sgd.engine.budgets import open_budget
 from adp2sgd.engine.compute import Compute
 from adp2sgd.engine.plan import Plan
@@ -32,13 +34,14 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     plan, config = site.plan, site.plan.config
     streams = Streams(config.seed, site.number + (start << 32))  # a restart repeats neither batches nor noise
     records = site.task.train
-    budget = open_budget(plan, site.number, site.name, len(records), folder) if plan.private else None
+    own = population(records, private=plan.private)
+    budget = open_budget(plan, site.number, site.name, own, folder) if plan.private else None
     return Learner(
         number=site.number,
         task=site.task,
         model=compute.model,
         records=records.with_blank() if config.privacy.fixed_work else records,
-        batches=_batches(plan, len(records), streams, budget),
+        batches=_batches(plan, records, streams, budget),
         gradient_step=compute.gradient_step(budget),
         optimizer=config.optimizer,
         progress=Progress(site.number, start, limit=plan.target_steps),
@@ -49,12 +52,15 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     )
 
 
-def _batches(plan: Plan, records: int, streams: Streams, budget: Budget | None) -> Batches:
+def _batches(plan: Plan, records: Records, streams: Streams, budget: Budget | None) -> Batches:
     config = plan.config
     if config.privacy.mode == "paper":
-        return ReshuffledBatches(records, config.batch_size, streams)
-    rows = None
+        return ReshuffledBatches(len(records), config.batch_size, streams)
+    count, rows = population(records, private=plan.private).count, None
     if config.privacy.fixed_work and budget is not None:
         mechanism = budget.plan.mechanism
-        rows = rows_for(records, mechanism.sample_rate, mechanism.overflow)
-    return PoissonBatches(records, config.batch_size, streams, rows)
+        rows = rows_for(count, mechanism.sample_rate, mechanism.overflow)
+    drawn = PoissonBatches(count, config.batch_size, streams, rows)
+    if records.units is None or not plan.private:
+        return drawn
+    return UnitBatches(records.units, config.privacy.records_per_unit, drawn, streams)

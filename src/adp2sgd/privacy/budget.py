@@ -14,7 +14,7 @@ from typing import Any
 from adp2sgd import config
 from adp2sgd.errors import LedgerError, PrivacyError
 from adp2sgd.privacy.ledger import Ledger, Mark, require
-from adp2sgd.privacy.mechanism import THREAT_MODEL, TIMED_THREAT_MODEL, Composed, Guarantee
+from adp2sgd.privacy.mechanism import RECORD, THREAT_MODEL, TIMED_THREAT_MODEL, Composed, Guarantee
 from adp2sgd.privacy.plan import Kept, Plan, plan, read_plan, write_plan
 from adp2sgd.privacy.policy import Policy
 
@@ -51,11 +51,12 @@ class Budget:
         planned_steps: int,
         plan_path: Path,
         seeded: bool,
+        unit: str = RECORD,
     ) -> Budget:
         """Open the ledger at `path`; the run's plan is made at its first start and kept in `plan_path`, with a mark of
         what the ledger held when the run last began or ended: one that lacks it is refused."""
         kept = _kept(path, plan_path) if plan_path.exists() else None
-        ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
+        ledger = Ledger.open(path, dataset=dataset, site=site, unit=unit, run=str(plan_path.parent.parent.name))
         try:
             if kept is not None:
                 made, fixed = kept.plan, _resumed(kept.plan, ledger, privacy, records, batch_size)
@@ -146,6 +147,7 @@ class Budget:
             composition=policy.composition,
             epsilon_alone=self.plan.alone(),
             epsilon_others=self.plan.spent_after(0).epsilon,
+            unit=self._ledger.unit,
             threat_model=TIMED_THREAT_MODEL if self._timed else THREAT_MODEL,
             note=promised.note,
         )

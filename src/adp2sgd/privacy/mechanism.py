@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from adp2sgd.errors import PrivacyError
 
 POISSON = "poisson"
+RECORD = "record"  # the unit of privacy, unless the data name another
 THREAT_MODEL = (
     "any neighbour, even all of them together, even malicious (by weights made to amplify rounding: only with "
     'clipper = "loop"), who sees every model that the learner sends and counts its steps; an observer who measures how '
@@ -138,7 +139,7 @@ class Guarantee:
     composition: str = "pld"
     epsilon_alone: float | None = None
     epsilon_others: float = 0.0
-    unit: str = "record"
+    unit: str = RECORD
     threat_model: str = THREAT_MODEL
     note: str = ""
 

@@ -26,6 +26,7 @@ class Row:
 
     dataset: str
     site: str
+    unit: str
     steps: int
     epsilon: float
     epsilon_limit: float | None
@@ -77,6 +78,7 @@ def _row(ledger: Path, delta: float | None, adjacency: str | None, note: str = "
     return Row(
         dataset=account.dataset,
         site=account.site,
+        unit=account.unit,
         steps=sum(count for _, count in steps.parts),
         epsilon=spent.epsilon,
         epsilon_limit=None if policy is None else policy.epsilon,

@@ -121,6 +121,10 @@ class NoiseSource:
         threshold = int(rate * 2.0**64) - 2**63  # exact: a float times a power of two
         return self._words(n) < threshold
 
+    def below(self, limits: Tensor) -> Tensor:
+        """For each of the positive `limits` a whole number from 0 to limit − 1, uniform to within limit · 2^-64."""
+        return torch.remainder(self._words(len(limits)), limits)
+
     def permutation(self, n: int) -> Tensor:
         """A uniform order of 0 … n-1, for the reshuffled batches of paper mode."""
         return torch.argsort(self._words(n))  # two equal 64-bit keys have probability n²/2^65

@@ -179,7 +179,7 @@ class Supervisor:
         """What the learners inherit: plan and task without training records, and for each its own site's."""
         setup = self.setup
         nothing = setup.task.train.take(torch.empty(0, dtype=torch.int64))
-        largest = max(map(len, setup.shards))
+        largest = max(each.count for each in setup.populations)
         task = pack((setup.plan, replace(setup.task, train=nothing)))
         sites = (setup.site(seat.learner) for seat in self.seats)
         return task, [pack((site.name, site.task.train, largest)) for site in sites]
