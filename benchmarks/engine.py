@@ -59,9 +59,7 @@ class Vector(nn.Module):
 def vector(*, length: int) -> Task:
     """A task whose exchange is large and whose step is small."""
     records = Records(torch.zeros(64, 1), torch.zeros(64, dtype=torch.int64))
-    return Task(
-        model=lambda: Vector(length), train=records, test=records, metric="loss", loss=lambda y, _: y.square().sum(1)
-    )
+    return Task(model=lambda: Vector(length), train=records, test=records, loss=lambda y, _: y.square().sum(1))
 
 
 def dense(*, inputs: int = 256, hidden: int = 1024, records: int = 4096) -> Task:

@@ -20,7 +20,8 @@ from adp2sgd.config import Config, Optimizer
 from adp2sgd.data.records import Records
 from adp2sgd.engine import simulate
 from adp2sgd.gradient.privatize import PlainStep
-from adp2sgd.task import TASKS, Task
+from adp2sgd.task import Task
+from adp2sgd.tasks import TASKS
 
 
 def random_images(records: int = 512) -> Task:

@@ -93,7 +93,7 @@ def main() -> None:
         runs = compare(Path(folder), chosen.epsilon, out=chosen.out)
     print(f"{visits} visits, at most {MOST_VISITS} of one patient")
     for name, run in runs.items():
-        print(f"{name}: accuracy {run.accuracy:.1%}, {run.guarantee['text']}")
+        print(f"{name}: accuracy {run.accuracy:.1%}, {run.guarantee}")
     worst = MOST_VISITS * chosen.epsilon
     print(f"Per visit, a patient with {MOST_VISITS} visits has at most ε = {worst:g}, at a larger δ.")
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from adp2sgd.config import Config, Data, load
+from adp2sgd.config import Config, Data, load_config
 from adp2sgd.data.heart import HOSPITALS
 from adp2sgd.engine import simulate
 from adp2sgd.run_folder import Run
@@ -36,7 +36,7 @@ class Row:
 
 def settings(epsilons: list[float]) -> Iterator[tuple[str, Config]]:
     """The rows of the table."""
-    together, private = load(HERE / "heart.toml"), load(HERE / "heart_private.toml")
+    together, private = load_config(HERE / "heart.toml"), load_config(HERE / "heart_private.toml")
     alone = together.replace(learners=1, data=Data())
     for hospital in HOSPITALS:
         yield f"{hospital} alone", alone.replace(options={"only": hospital})

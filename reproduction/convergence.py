@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from adp2sgd import theory, topology
@@ -255,7 +256,7 @@ def _paper_problem(dimension: int, rho: float, staleness: float) -> theory.Probl
 def _problem(setup: Setup, staleness: float) -> theory.Problem:
     """The constants of the quadratic, from its records."""
     means, variance = _shards(setup)
-    centre = setup.task.train.inputs.numpy().mean(axis=0)
+    centre = _points(setup).mean(axis=0)
     return theory.Problem(
         learners=setup.plan.config.learners,
         batch_size=setup.plan.config.batch_size,
@@ -269,14 +270,20 @@ def _problem(setup: Setup, staleness: float) -> theory.Problem:
     )
 
 
+def _points(setup: Setup) -> Matrix:
+    """All training records."""
+    points: Matrix = setup.task.train.read(torch.arange(len(setup.task.train)))[0].numpy()
+    return points
+
+
 def _shards(setup: Setup) -> tuple[Matrix, float]:
     """Each shard's mean relative to the mean of all, and the mean variance of one record within its shard."""
-    points = setup.task.train.inputs.numpy()
+    points = _points(setup)
     shards = [points[rows.numpy()] for rows in setup.shards]
     means = np.stack([shard.mean(axis=0) for shard in shards])
     return means - points.mean(axis=0), float(np.mean([shard.var(axis=0).sum() for shard in shards]))
 
 
 def _least_loss(setup: Setup) -> float:
-    points = setup.task.train.inputs.numpy()
+    points = _points(setup)
     return float(np.square(points - points.mean(axis=0)).sum(axis=1).mean() / 2)

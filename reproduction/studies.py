@@ -68,7 +68,7 @@ def _speech(choice: Choice) -> list[Cell]:
 
 def _slow(study: str, choice: Choice) -> list[Cell]:
     """Cases I and II, medium noise: the slow learner, and beside it the same run with equal learners."""
-    slow = config.load(training.EXPERIMENTS / f"paper_{study}.toml").speeds
+    slow = config.load_config(training.EXPERIMENTS / f"paper_{study}.toml").speeds
     found = []
     for model in _small_set(choice.models or ("resnet18",), choice):
         for sigma in choice.noise or (paper.NOISE[paper.family(model)][2],):

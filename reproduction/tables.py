@@ -149,8 +149,8 @@ def _single(record: Record | None) -> str:
 
 
 def _epsilon(record: Record | None) -> str:
-    guarantee: Any = "none" if record is None else record.get("guarantee", "none")
-    return "none" if guarantee == "none" else _text(guarantee["epsilon"])
+    guarantee: Any = None if record is None else record.get("guarantee")
+    return "none" if guarantee in (None, "none") else _text(guarantee["epsilon"])
 
 
 def slow_table(records: Sequence[Record]) -> list[Table]:

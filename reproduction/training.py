@@ -20,13 +20,14 @@ from adp2sgd.config import Config, Optimizer, Privacy, Speeds
 from adp2sgd.device import can_compile, laid_out, let_go, precision_on
 from adp2sgd.engine import simulate, train
 from adp2sgd.engine.compute import pick_device
-from adp2sgd.engine.evaluate import Metrics, average, evaluate
+from adp2sgd.engine.evaluate import Figures, average, evaluate
 from adp2sgd.engine.setup import Setup, prepare
 from adp2sgd.engine.simulation import checkpoint
 from adp2sgd.engine.status import RunStatus
 from adp2sgd.errors import DivergedError
 from adp2sgd.run_folder import Folder, Point, Run, read_result
-from adp2sgd.task import Augment, Task, digits
+from adp2sgd.task import Augment, Task
+from adp2sgd.tasks.generated import digits
 from reproduction import paper
 from reproduction.cells import Cell, Choice
 
@@ -39,12 +40,14 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"  # the configurations
 def recipe(model: str, choice: Choice) -> Config:
     """The paper's configuration for a model, or its small form on handwritten digits."""
     family = paper.family(model)
-    base = config.load(EXPERIMENTS / f"paper_{family}.toml").replace(device=choice.device)
+    base = config.load_config(EXPERIMENTS / f"paper_{family}.toml").replace(device=choice.device)
     if choice.quick:
         return _small(base, family)
     device = pick_device(choice.device)
     if model == "lstm_small":
-        return config.load(EXPERIMENTS / "speech_small.toml").replace(device=choice.device, topology=base.topology)
+        return config.load_config(EXPERIMENTS / "speech_small.toml").replace(
+            device=choice.device, topology=base.topology
+        )
     if family == "speech":  # in bfloat16 torch would run an LSTM in float16, and it has nothing to compile in one
         return base.replace(task=f"{family}/{model}")
     fused = can_compile(device) and not choice.processes and not choice.private
@@ -130,7 +133,7 @@ def cell(
 
 def private_recipe(algorithm: str, seed: int, choice: Choice) -> Cell:
     """What the paper's claim should be replaced by: the accuracy of a model that suits privacy, at ε = 8."""
-    base = config.load(EXPERIMENTS / "cifar10_private.toml").replace(device=choice.device)
+    base = config.load_config(EXPERIMENTS / "cifar10_private.toml").replace(device=choice.device)
     epochs = choice.epochs or base.epochs
     settings = base.replace(
         algorithm=algorithm,
@@ -215,10 +218,13 @@ def _measure(settings: Config, processes: bool, scratch: Path, quiet: bool) -> d
     if not processes and settings.options.get("norm") == "batch":
         setup, theta = prepare(settings), average(_states(folder, settings))
         again = recomputed(setup, theta)
-        figures |= {"accuracy_recomputed": again.accuracy, "loss_recomputed": again.loss}
+        figures |= {"accuracy_recomputed": again.get("accuracy"), "loss_recomputed": again["loss"]}
         if setup.task.augment is not None:
             again = recomputed(setup, theta, augment=setup.task.augment)
-            figures |= {"accuracy_recomputed_augmented": again.accuracy, "loss_recomputed_augmented": again.loss}
+            figures |= {
+                "accuracy_recomputed_augmented": again.get("accuracy"),
+                "loss_recomputed_augmented": again["loss"],
+            }
     return figures
 
 
@@ -260,16 +266,16 @@ def _figures(run: Run) -> dict[str, Any]:
         "steps": [each.steps for each in run.learners],
         "staleness_mean": math.fsum(each.staleness_mean * each.share for each in run.learners),
         "staleness_max": max(each.staleness_max for each in run.learners),
-        "guarantee": run.guarantee,
+        "guarantee": None if run.guarantee is None else asdict(run.guarantee),
         "curve": _curve(run.curve),
     }
 
 
 def _curve(points: Sequence[Point]) -> dict[str, list[Any]]:
     """Columns: a third of the size of a list of points."""
-    rows = [asdict(point) for point in sorted(points, key=lambda each: each.global_steps)]
+    rows = sorted(points, key=lambda each: each.global_steps)
     digits = {"epoch": 4, "seconds": 3, "loss": 5, "accuracy": 5, "consensus": 6}
-    return {name: [_rounded(row[name], to) for row in rows] for name, to in digits.items()}
+    return {name: [_rounded(getattr(row, name), to) for row in rows] for name, to in digits.items()}
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
@@ -284,7 +290,7 @@ def _states(folder: Path, settings: Config) -> list[Tensor]:
 
 
 @torch.no_grad()
-def recomputed(setup: Setup, theta: Tensor, augment: Augment | None = None) -> Metrics:
+def recomputed(setup: Setup, theta: Tensor, augment: Augment | None = None) -> Figures:
     """θ's quality with its BatchNorm statistics taken anew over the training records instead of averaged: over the
     records as they are, or through `augment` as training sees them."""
     model, generator = setup.compute.model, torch.Generator(setup.compute.model.device).manual_seed(0)
@@ -294,8 +300,8 @@ def recomputed(setup: Setup, theta: Tensor, augment: Augment | None = None) -> M
             layer.reset_running_stats()
             layer.momentum = None  # the plain mean over all batches
     model.module.train()
-    for inputs in setup.task.train.inputs.split(setup.plan.config.batch_size):
-        if len(inputs) > 1:
-            batch = setup.task.prepare(inputs.to(model.device))
+    for rows in torch.arange(len(setup.task.train)).split(setup.plan.config.batch_size):
+        if len(rows) > 1:
+            batch = setup.task.prepare(setup.task.train.read(rows)[0].to(model.device))
             model.module(laid_out(batch if augment is None else augment(batch, generator)))
     return evaluate(model, setup.task, torch.cat([model.weights, model.buffers]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from adp2sgd.gradient.privatize import PlainStep
 from adp2sgd.learner import Learner
 from adp2sgd.progress import Progress
 from adp2sgd.randomness.streams import Streams
-from adp2sgd.task import Task, resolve
+from adp2sgd.task import Task
+from adp2sgd.tasks import resolve
 
 ROOT = Path(__file__).parents[1]
 REAL_DATA = ROOT.parent / "shared" / "data"
@@ -106,3 +107,14 @@ def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cifar10, "URL", "http://127.0.0.1:9/cifar-10-binary.tar.gz")
     monkeypatch.setattr(heart, "URL", "http://127.0.0.1:9/")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread and one seed: sums have one order, and a failing example can be run again."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest")

@@ -24,7 +24,8 @@ from adp2sgd.data.records import Records
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.processes.supervisor import Patience
 from adp2sgd.engine.status import LearnerStatus, RunStatus
-from adp2sgd.task import Task, cross_entropy, digits
+from adp2sgd.task import Task, cross_entropy
+from adp2sgd.tasks.generated import digits
 
 DRAWS = "ADP2SGD_TEST_DRAWS"  # a named pipe that gets one byte for every batch that is drawn for a gradient
 

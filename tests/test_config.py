@@ -51,7 +51,7 @@ PRIVATE = '[privacy]\nmode = "private"\ndelta = 1e-5\nepsilon = 1\n'
 
 
 def test_the_file_of_the_design_is_read() -> None:
-    read = config.loads(FULL)
+    read = config.loads_config(FULL)
     assert read.optimizer.schedule == ((160.0, 0.04), (240.0, 0.004))
     assert read.privacy.epsilon == 3.0
     assert math.isinf(read.network.bandwidth_bps)
@@ -60,9 +60,9 @@ def test_the_file_of_the_design_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["", FULL, "[optimizer]\nwarmup = {epochs = 10, from = 0.1}\ndecay = 0.7071\nlr = 1"])
 def test_what_is_written_reads_back_equal_and_is_complete(text: str) -> None:
-    read = config.loads(text)
+    read = config.loads_config(text)
     written = read.to_dict()
-    assert config.loads(read.to_toml()) == read
+    assert config.loads_config(read.to_toml()) == read
     for field in dataclasses.fields(Config):
         assert field.name in written or getattr(read, field.name) is None
 
@@ -120,7 +120,7 @@ def test_what_is_written_reads_back_equal_and_is_complete(text: str) -> None:
 )
 def test_bad_input_is_one_line_that_names_the_key_the_value_and_the_fix(text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.loads(text)
+        config.loads_config(text)
     message = str(caught.value)
     assert "\n" not in message
     for word in words:
@@ -161,7 +161,7 @@ def test_python_is_checked_like_a_file() -> None:
     given = Config(learners=np.int64(2), epochs=np.float32(0.5), optimizer={"lr": 1, "schedule": [[1, 0.5]]})  # type: ignore[arg-type]
     assert (given.learners, given.epochs, given.optimizer) == (2, 0.5, Optimizer(lr=1.0, schedule=((1.0, 0.5),)))
     assert [type(each) for each in (given.learners, given.epochs, given.optimizer.lr)] == [int, float, float]
-    assert config.loads(given.to_toml()) == given
+    assert config.loads_config(given.to_toml()) == given
     private = Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, ledger=Path("kept"))  # type: ignore[arg-type]
     assert private.ledger == "kept"
     with pytest.raises(ConfigError, match=r"optimizer\.lr = 1000.* has the wrong type"):
@@ -170,7 +170,7 @@ def test_python_is_checked_like_a_file() -> None:
 
 def test_a_missing_file_is_named(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
-        config.load(f"{tmp_path}/nowhere.toml")
+        config.load_config(f"{tmp_path}/nowhere.toml")
 
 
 def test_configurations_are_frozen_and_copies_are_checked() -> None:
@@ -192,7 +192,7 @@ def test_the_papers_schedules() -> None:
 def test_the_document_has_every_field_with_its_default() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
     example = text.split("```toml")[1].split("```")[0]
-    assert config.loads(example).speeds.values == (1, 1, 1.5, 1, 8)
+    assert config.loads_config(example).speeds.values == (1, 1, 1.5, 1, 8)
     sections = [part.splitlines() for part in text.split("\n## ")[1:]]
     rows = {
         (lines[0].partition("]")[0].strip("`[") if "[" in lines[0] else "", *line.split(" | ")[:2])

@@ -13,7 +13,8 @@ from adp2sgd.data.records import Records
 from adp2sgd.engine.setup import prepare
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import Gradient
-from adp2sgd.task import Task, resolve
+from adp2sgd.task import Task
+from adp2sgd.tasks import resolve
 from conftest import make_learner
 
 

@@ -7,49 +7,99 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from adp2sgd.config import Config, Data, Network, Optimizer, Privacy, Speeds, Topology, Warmup, load, loads
+    from adp2sgd.config import (
+        Config,
+        Data,
+        Network,
+        Optimizer,
+        Privacy,
+        Speeds,
+        Topology,
+        Warmup,
+        load_config,
+        loads_config,
+    )
+    from adp2sgd.data.indexed import as_records
     from adp2sgd.data.records import Records
     from adp2sgd.engine.processes.train import train
     from adp2sgd.engine.simulation.simulate import simulate
-    from adp2sgd.errors import Adp2sgdError
-    from adp2sgd.privacy.calibrate import noise_for, steps_for
+    from adp2sgd.engine.status import LearnerStatus, RunStatus
+    from adp2sgd.errors import (
+        Adp2sgdError,
+        ConfigError,
+        DataError,
+        DivergedError,
+        InterruptedRunError,
+        LedgerError,
+        PrivacyError,
+        RunError,
+    )
+    from adp2sgd.models.norm import without_batchnorm
+    from adp2sgd.privacy.calibrate import epsilon, noise_for, steps_for
+    from adp2sgd.privacy.mechanism import Guarantee
     from adp2sgd.run_folder import Run, load_model, read_result
     from adp2sgd.task import Task
 
 __all__ = [
     "Adp2sgdError",
     "Config",
+    "ConfigError",
     "Data",
+    "DataError",
+    "DivergedError",
+    "Guarantee",
+    "InterruptedRunError",
+    "LearnerStatus",
+    "LedgerError",
     "Network",
     "Optimizer",
     "Privacy",
+    "PrivacyError",
     "Records",
     "Run",
+    "RunError",
+    "RunStatus",
     "Speeds",
     "Task",
     "Topology",
     "Warmup",
-    "load",
+    "as_records",
+    "epsilon",
+    "load_config",
     "load_model",
-    "loads",
+    "loads_config",
     "noise_for",
     "read_result",
     "simulate",
     "steps_for",
     "train",
+    "without_batchnorm",
 ]
 
 _HOMES = {
     "Adp2sgdError": "errors",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "DivergedError": "errors",
+    "Guarantee": "privacy.mechanism",
+    "InterruptedRunError": "errors",
+    "LearnerStatus": "engine.status",
+    "LedgerError": "errors",
+    "PrivacyError": "errors",
     "Records": "data.records",
     "Run": "run_folder",
+    "RunError": "errors",
+    "RunStatus": "engine.status",
     "Task": "task",
+    "as_records": "data.indexed",
+    "epsilon": "privacy.calibrate",
     "load_model": "run_folder",
     "noise_for": "privacy.calibrate",
     "read_result": "run_folder",
     "simulate": "engine.simulation.simulate",
     "steps_for": "privacy.calibrate",
     "train": "engine.processes.train",
+    "without_batchnorm": "models.norm",
 }  # all others: config
 
 

@@ -2,9 +2,11 @@
 
 Adp2sgdError
 ├── ConfigError       a setting is unknown, of the wrong type or impossible
+├── IdentityError     a certificate, a roster or a list of revoked certificates is missing, damaged, foreign or expired
 ├── DataError         a data file or folder is missing, damaged or of the wrong shape
 ├── PrivacyError      the run asks for a guarantee that it cannot have
 │   └── LedgerError   the record of spent privacy is damaged, foreign or in use
+├── RefusedError      one site does not accept another: certificate, roster, run or model
 └── RunError          a run that had begun cannot go on; what was recorded is kept
     ├── DivergedError a learner's model is no longer finite
     └── InterruptedRunError   the user asked it to stop; it can be resumed
@@ -43,6 +45,10 @@ class ConfigError(Adp2sgdError, ValueError):
     """A setting is unknown, of the wrong type or impossible."""
 
 
+class IdentityError(Adp2sgdError):
+    """A certificate, a roster or a list of revoked certificates is missing, damaged, foreign or expired."""
+
+
 class DataError(Adp2sgdError):
     """A data file or folder is missing, damaged or of the wrong shape."""
 
@@ -53,6 +59,10 @@ class PrivacyError(Adp2sgdError):
 
 class LedgerError(PrivacyError):
     """The record of spent privacy is damaged, belongs to other data, or is in use by another process."""
+
+
+class RefusedError(Adp2sgdError):
+    """One site does not accept another, its certificate, its run or its model. Both ends log the text."""
 
 
 class RunError(Adp2sgdError):
@@ -75,6 +85,18 @@ class Adp2sgdWarning(UserWarning):
     """A warning of this package. Its text holds no value of a record, so private mode shows it."""
 
 
+class OtherProcessError(Exception):
+    """Stands for an error of a worker process, whose traceback stays there."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        """`kind`: what the function of that name says of the error; it holds no part of `text`."""
+        super().__init__(kind, text)
+        self.kind, self.text = kind, text
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
 def tellable(error: BaseException) -> bool:
     """Whether the text of the error is known to quote no record: one of ours, raised by our own code."""
     return isinstance(error, Adp2sgdError) and _modules(error)[-1:] == ["adp2sgd"]
@@ -93,6 +115,8 @@ def kind(error: BaseException) -> str:
 
     Guarantee: holds no part of the error's text.
     """
+    if isinstance(error, OtherProcessError):
+        return error.kind
     libraries = {"torch", "numpy", *sys.stdlib_module_names}
     passed = list(zip(traceback.extract_tb(error.__traceback__), _modules(error), strict=True))
     ours = [frame for frame, module in passed if module == "adp2sgd"]

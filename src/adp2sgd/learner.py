@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adp2sgd import config
+from adp2sgd import config, tree
 from adp2sgd.data.batches import Batches
 from adp2sgd.data.feed import feed
-from adp2sgd.data.records import Records
+from adp2sgd.data.records import RecordSet
 from adp2sgd.device import SETTLED, draws
 from adp2sgd.errors import WITHHELD, RunError, kind
 from adp2sgd.flat import FlatModel
@@ -32,6 +33,7 @@ from adp2sgd.privacy.budget import Budget
 from adp2sgd.progress import Progress
 from adp2sgd.randomness.streams import Streams
 from adp2sgd.task import Task
+from adp2sgd.tree import Inputs
 
 # Coordinates that an exchange works on at a time: they stay in a core's cache, and are few enough that torch wakes no
 # second thread for them (it does from 32,768 on; on busy cores that costs a hundred times the copy itself).
@@ -56,7 +58,7 @@ class Learner:
         number: int,
         task: Task,
         model: FlatModel,
-        records: Records,
+        records: RecordSet,
         batches: Batches,
         gradient_step: GradientStep,
         optimizer: config.Optimizer,
@@ -89,7 +91,7 @@ class Learner:
         self._streams = streams
         self._copies = copies
         self._draws = budget is not None or draws(model.module)
-        self._blank = (records.inputs[:0].clone(), records.targets[:0].clone())  # shapes and types
+        self._blank = records.blank()
         self._mutex = threading.Lock()
         size = len(self.state)
         self._change = torch.empty_like(self.state[: size if self.state.is_cuda else min(size, BLOCK)])
@@ -158,7 +160,7 @@ class Learner:
         """Run the passes on blank records a few times, so that the first step takes no longer than the others."""
         batch, device = self._batches.rows, self._model.device
         records, rows = self._batches.counted(torch.arange(batch)), batch * self._copies
-        inputs, targets = (part.new_zeros(rows, *part.shape[1:], device=device) for part in self._blank)
+        inputs, targets = (tree.each(partial(_zeros, rows, device), part) for part in self._blank)
         for _ in range(SETTLED + 2):
             blank = Batch(self._task.prepare(inputs), targets, self._batches.expected, records)
             self._gradient_step.rehearse(self._model, blank)
@@ -218,12 +220,13 @@ class Learner:
         self.steps += 1
         self.progress.advance()
 
-    def _batch(self) -> tuple[Tensor, Tensor]:
+    def _batch(self) -> tuple[Inputs, Tensor]:
         stored, targets = self._feed.take()
         inputs = self._task.prepare(stored)
         if self._copies > 1:
-            inputs, targets = (part.repeat_interleave(self._copies, dim=0) for part in (inputs, targets))
-        if self._task.augment is not None and len(inputs):
+            repeat = partial(torch.repeat_interleave, repeats=self._copies, dim=0)
+            inputs, targets = tree.each(repeat, inputs), repeat(targets)
+        if self._task.augment is not None and len(targets):
             generator = self._streams("augment", self.steps).torch_generator(self._model.device)
             inputs = self._task.augment(inputs, generator)
         return inputs, targets
@@ -231,3 +234,7 @@ class Learner:
     def _blocks(self, vector: Tensor) -> tuple[Tensor, ...]:
         blocks: tuple[Tensor, ...] = vector.split(max(1, len(self._change)))
         return blocks
+
+
+def _zeros(rows: int, device: torch.device, like: Tensor) -> Tensor:
+    return like.new_zeros(rows, *like.shape[1:], device=device)

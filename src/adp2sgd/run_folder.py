@@ -23,33 +23,51 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from adp2sgd import config
 from adp2sgd.errors import ConfigError, RunError
 from adp2sgd.files import owner_only, replacing, to_json
-from adp2sgd.task import Task, resolve
+from adp2sgd.privacy.mechanism import Guarantee
+
+if TYPE_CHECKING:  # reading a run needs no PyTorch, which takes seconds to load
+    from torch import Tensor, nn
+
+    from adp2sgd.task import Task
 
 EVENTS = "events.jsonl"
+STATUS = "status.json"
+
+
+class Measured:
+    """What has `metrics` on held-out records, by name: the loss, and those of the task. None: could not be computed, or
+    is not finite."""
+
+    metrics: Mapping[str, float | None]
+
+    @property
+    def loss(self) -> float | None:
+        return self.metrics.get("loss")
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.metrics.get("accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(Measured):
     """One evaluation of the average model θ."""
 
     global_steps: int
     epoch: float
     seconds: float
-    loss: float | None  # None where it could not be computed, or is not finite
-    accuracy: float | None
+    metrics: Mapping[str, float | None]
     consensus: float
     learners: int | None = None  # whose models θ averages, where not all answered in time
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerResult:
+class LearnerResult(Measured):
     """One learner's public figures. `share` is p_k; staleness is in global steps."""
 
     learner: int
@@ -61,8 +79,7 @@ class LearnerResult:
     busy: int
     unconfirmed: int
     bytes_sent: int
-    loss: float | None  # None as above, and for a learner that was lost before it left a model
-    accuracy: float | None
+    metrics: Mapping[str, float | None]  # empty for a learner that was lost before it left a model
     initiated: int = 0  # of the exchanges, begun by this learner
     mixed_before: int = 0  # of these, mixed before the descent of their step
     expired: int = 0  # real engines: asked, and the partner was gone
@@ -81,13 +98,13 @@ class LearnerResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Measured):
     """What a run reports; `result.json` holds the same."""
 
     task: str
     algorithm: str
-    accuracy: float | None  # of the average model θ, on held-out records
-    loss: float | None  # None where the held-out records could not be evaluated; a note says why
+    metrics: Mapping[str, float | None]  # of the average model θ, on held-out records; a note says why one is None
+    monitor: str  # the metric that decides; "-" before it: smaller is better
     seconds: float
     clock: str  # virtual or real
     global_steps: int
@@ -95,7 +112,7 @@ class Run:
     epochs: float
     consensus: float  # mean squared distance of the models from θ
     seeded: bool
-    guarantee: Any  # a dict, or "none" with the reason in guarantee_why
+    guarantee: Guarantee | None  # None: guarantee_why says why
     guarantee_why: str | None
     noise_source: str
     learners: tuple[LearnerResult, ...]
@@ -107,6 +124,12 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def plot(self, theme: str = "light") -> Any:
+        """The report's figures, for a notebook: a mapping from titles to plotly figures that shows itself."""
+        from importlib import import_module
+
+        return import_module("adp2sgd.report.notebook").plot(self, theme)  # by name: the report is a layer above
 
 
 def by_number(counts: Mapping[Any, int]) -> dict[int, int]:
@@ -120,6 +143,7 @@ def read_result(folder: str | Path) -> Run:
         raw = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no result.json; give the folder of a finished run") from None
+    raw["guarantee"] = None if raw["guarantee"] is None else Guarantee(**raw["guarantee"])
     raw["learners"] = tuple(LearnerResult(**each) for each in raw["learners"])
     raw["curve"] = tuple(Point(**each) for each in raw["curve"])
     return Run(**{**raw, "notes": tuple(raw["notes"])})
@@ -131,6 +155,9 @@ def load_model(folder: str | Path, task: str | Task | None = None) -> nn.Module:
     Guarantee: imports no code that the folder names. For a run whose task is a function of your own, `task` is its
     name, "package.module:function", or the Task that it makes.
     """
+    from adp2sgd.task import Task
+    from adp2sgd.tasks import resolve
+
     home = Folder.open(folder)
     if not (home.path / "model.safetensors").exists():
         raise ConfigError(f"{folder} holds no model.safetensors; give the folder of a finished run")
@@ -216,7 +243,7 @@ class Folder:
 
     @property
     def settings(self) -> config.Config:
-        return config.load(self.path / "config.toml")
+        return config.load_config(self.path / "config.toml")
 
     def learner(self, number: int) -> Path:
         """The learner's own folder."""

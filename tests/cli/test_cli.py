@@ -65,9 +65,9 @@ def test_simulate_prints_the_result_and_keeps_the_record(tmp_path: Path) -> None
     printed = json.loads(done.stdout)
     assert printed == json.loads((tmp_path / "here/result.json").read_text())
     assert printed["clock"] == "virtual"
-    assert {"accuracy", "seconds", "global_steps", "consensus", "learners"} <= set(printed)
+    assert {"metrics", "seconds", "global_steps", "consensus", "learners"} <= set(printed)
     assert {"steps", "share", "staleness_mean", "exchanges"} <= set(printed["learners"][0])
-    assert printed["guarantee"] == "none"
+    assert printed["guarantee"] is None
     assert "batch_size = 50" in (tmp_path / "here/config.toml").read_text()
     shown = adp2sgd("simulate", "run.toml", cwd=tmp_path)
     assert "guarantee: none" in shown.stdout

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from adp2sgd import load_model, loads
+from adp2sgd import load_model, loads_config
 from adp2sgd.config import Config, FromFile, naming
 from adp2sgd.engine import simulate
 from adp2sgd.engine.status import RunStatus
 from adp2sgd.errors import ConfigError
 from adp2sgd.run_folder import Folder
-from adp2sgd.task import Task, resolve
+from adp2sgd.task import Task
+from adp2sgd.tasks import resolve
 from conftest import ROOT, adp2sgd
 from test_cli import Command
 
@@ -29,7 +30,7 @@ MARK = "was imported"
 CODE = f"""
 from pathlib import Path
 from adp2sgd import Task
-from adp2sgd.task import resolve
+from adp2sgd.tasks import resolve
 
 Path("{MARK}").touch()
 
@@ -90,7 +91,7 @@ def test_a_runs_folder_is_no_program(place: Path, monkeypatch: pytest.MonkeyPatc
     """`load_model` and the functions of the library, with a configuration that was read."""
     monkeypatch.chdir(place)
     for task in ("own_code:blobs", "os:system", "own_code.deeper:blobs"):
-        read = loads(f'task = "{task}"\n[options]\ncommand = "touch executed"')
+        read = loads_config(f'task = "{task}"\n[options]\ncommand = "touch executed"')
         (place / "foreign/config.toml").write_text(read.to_toml())
         for attempt in (
             partial(load_model, "foreign"),
@@ -182,7 +183,7 @@ def test_the_model_of_an_own_task_is_loaded_with_the_task_that_the_caller_names(
 
 
 def test_every_copy_remembers_that_a_file_named_the_task() -> None:
-    read = loads('task = "own_code:blobs"')
+    read = loads_config('task = "own_code:blobs"')
     copies: list[Config] = [
         read.replace(learners=3),
         dataclasses.replace(read, learners=3),

@@ -215,7 +215,7 @@ def test_a_measured_label_is_scaled_by_its_range_and_told_in_its_own_unit(tmp_pa
     path = write_table(tmp_path / "t.csv", {"age": list(range(40)), "cost": [100 + 5 * i for i in range(40)]})
     declared = {"label": "cost", "target": "number", "ranges": {"age": (0, 40), "cost": (100, 300)}}
     source = table.load(path, **declared)
-    assert (source.fitted, source.classes, source.metric) == (None, 1, "loss")
+    assert (source.fitted, source.classes, source.metrics) == (None, 1, ("mae", "r2"))
     ages, costs = (source.train.inputs[:, 0] + 1) * 20, source.train.targets
     torch.testing.assert_close(costs, (5 * ages) / 100 - 1)
     assert source.encoder is not None

@@ -29,13 +29,14 @@ ONE_SITE = """
 import sys
 from pathlib import Path
 import torch
-from adp2sgd.config import load
+from adp2sgd.config import load_config
 from adp2sgd.engine.compute import Compute
 from adp2sgd.engine.plan import make_plan
 from adp2sgd.engine.site import Site, make_learner
-from adp2sgd.task import resolve
+from adp2sgd.tasks import resolve
 
-config, total, number, name, out = load(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+config, total, number = load_config(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+name, out = sys.argv[4], Path(sys.argv[5])
 task = resolve(config.task, {**config.options, "hospitals": (name,)})
 plan = make_plan(config, total_samples=total)
 site = Site(plan, number, name, task)

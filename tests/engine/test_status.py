@@ -12,8 +12,8 @@ import pytest
 from adp2sgd import simulate, train
 from adp2sgd.config import Config, Topology
 from adp2sgd.engine import status as module
-from adp2sgd.engine.status import STATUS, Counters, RunStatus, StatusFile, read_status
-from adp2sgd.run_folder import Folder, Run, read_result
+from adp2sgd.engine.status import Counters, RunStatus, StatusFile, read_status
+from adp2sgd.run_folder import STATUS, Folder, Run, read_result
 
 
 def status(steps: int) -> RunStatus:

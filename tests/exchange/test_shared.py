@@ -19,7 +19,7 @@ from adp2sgd.exchange.slots import SLOTS, Layout, Memory, Peers, Slots
 from adp2sgd.exchange.thread import ExchangeThread
 from adp2sgd.learner import Learner
 from adp2sgd.progress import Count
-from adp2sgd.task import resolve
+from adp2sgd.tasks import resolve
 from conftest import make_learner
 
 

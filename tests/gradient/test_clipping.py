@@ -279,7 +279,7 @@ def test_epsilon_is_that_of_constant_clipping_and_each_step_is_charged_once(
     monkeypatch.setattr(Budget, "draw", charge)
     monkeypatch.setattr(NoiseSource, "add_normal", watch)
     run = simulate(ADAPTIVE.replace(privacy=ADAPTIVE.privacy.replace(**goal), learners=3), tmp_path / "run")
-    assert run.guarantee["epsilon"] == constant.guarantee["epsilon"]
+    assert run.guarantee.epsilon == constant.guarantee.epsilon
     assert [each.max_steps for each in run.learners] == [each.max_steps for each in constant.learners]
     assert len(charged) == run.global_steps == len(drawn) / 2
     (accounted,) = set(charged)
@@ -435,7 +435,7 @@ def test_one_record_with_all_its_copies_moves_sum_and_count_as_one(norms: list[f
 
 def test_copies_cost_no_privacy_and_change_the_gradient() -> None:
     one, three = (simulate(COPIES.replace(privacy=COPIES.privacy.replace(copies=m))) for m in (1, 3))
-    assert one.guarantee["epsilon"] == three.guarantee["epsilon"]
+    assert one.guarantee.epsilon == three.guarantee.epsilon
     assert one.loss != three.loss
 
 
@@ -493,7 +493,7 @@ def test_the_loop_can_be_asked_for():
         privacy=Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, clipper="loop"),
     )
     assert isinstance(prepare(chosen).compute.clipper, Loop)
-    assert simulate(chosen).guarantee != "none"
+    assert simulate(chosen).guarantee is not None
     with pytest.raises(ConfigError, match="loop"):
         Privacy(mode="private", noise_multiplier=1.0, delta=1e-5, clipper="functional")
 

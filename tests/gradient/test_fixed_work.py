@@ -321,9 +321,9 @@ def test_a_run_of_fixed_work_learns_the_same(clipper: str, tmp_path: Path) -> No
     assert plain.loss == pytest.approx(fixed_run.loss, rel=1e-4)
     for one, other in zip(plain.learners, fixed_run.learners, strict=True):
         assert one.clip_norm == pytest.approx(other.clip_norm, rel=1e-4)
-    assert plain.guarantee["epsilon"] < fixed_run.guarantee["epsilon"] < 1.01 * plain.guarantee["epsilon"]
-    assert plain.guarantee["threat_model"] == THREAT_MODEL
-    assert fixed_run.guarantee["threat_model"] == TIMED_THREAT_MODEL
+    assert plain.guarantee.epsilon < fixed_run.guarantee.epsilon < 1.01 * plain.guarantee.epsilon
+    assert plain.guarantee.threat_model == THREAT_MODEL
+    assert fixed_run.guarantee.threat_model == TIMED_THREAT_MODEL
     ((mechanism, _),) = read(tmp_path / "True/learner-0/ledger.jsonl").spent().parts
     assert mechanism.overflow > 0
 

@@ -49,7 +49,7 @@ def as_stored(inputs: Tensor) -> Tensor:
 def unlabelled(model: Callable[[], nn.Module], inputs: Tensor) -> Task:
     whole = Records(inputs, torch.zeros(len(inputs), dtype=torch.int64))
     held_out = whole.take(torch.arange(2))
-    return Task(model=model, train=whole, test=held_out, loss=itself, prepare=as_stored, metric="loss")
+    return Task(model=model, train=whole, test=held_out, loss=itself, prepare=as_stored)
 
 
 # ---------------------------------------------------------------- white box
@@ -227,7 +227,7 @@ def outcomes(setup: Setup, claim: float, seeds: range) -> Iterator[float]:
                 simulation.start()
                 run = simulation.run()
             assert run.learners[0].steps == STEPS
-            assert 0.99 * claim < run.guarantee["epsilon"] <= claim
+            assert 0.99 * claim < run.guarantee.epsilon <= claim
             yield float(home.load_tensors("model.safetensors")[0]["weight"][0])
 
 

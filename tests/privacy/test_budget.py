@@ -379,10 +379,10 @@ def test_a_sites_ledger_lasts_over_runs(two_sites: Config, tmp_path: Path) -> No
     ]
     north = str(tmp_path / "ledgers" / "two-hospitals-north.jsonl")
     assert [any(north in note for note in run.notes) for run in (first, second)] == [True, False]  # when it is new
-    assert first.guarantee["epsilon_others"] == 0
-    before, after = first.guarantee["epsilon_spent"], second.guarantee["epsilon_spent"]
-    assert second.guarantee["epsilon_others"] == pytest.approx(before)
-    assert f"spent {after:.4g} ({before:.4g} of it by other runs)" in second.guarantee["text"]
+    assert first.guarantee.epsilon_others == 0
+    before, after = first.guarantee.epsilon_spent, second.guarantee.epsilon_spent
+    assert second.guarantee.epsilon_others == pytest.approx(before)
+    assert f"spent {after:.4g} ({before:.4g} of it by other runs)" in str(second.guarantee)
     assert [row.site for row in spent_in(tmp_path / "ledgers", 1e-4)] == ["north", "south"]
     assert [each.site for each in second.learners] == ["north", "south"]
     assert max(row.epsilon for row in spent_in(tmp_path / "ledgers", 1e-4)) == pytest.approx(after)
@@ -427,9 +427,9 @@ def test_a_run_that_resumes_elsewhere_takes_no_other_ledger(
         made = prepare(settings)
         folder = tmp_path / name / "learner-0"
         folder.mkdir()
-        open_budget(made.plan, 0, made.site_names[0], len(made.shards[0]), folder).close()
+        open_budget(made.plan, 0, made.site_names[0], made.populations[0], folder).close()
     with pytest.raises(LedgerError, match=r"charged to .*here/ledgers/two-hospitals-north\.jsonl, not to .*there/"):
-        open_budget(made.plan, 0, made.site_names[0], len(made.shards[0]), tmp_path / "here" / "learner-0")
+        open_budget(made.plan, 0, made.site_names[0], made.populations[0], tmp_path / "here" / "learner-0")
 
 
 def test_a_statement_needs_a_ledger_and_a_delta(two_sites: Config, tmp_path: Path) -> None:
@@ -533,9 +533,9 @@ def test_a_run_reports_the_largest_share_that_was_spent(tmp_path: Path) -> None:
         for n in ("a", "b")
     ]
     told = _guarantee(accounts)
-    assert told["epsilon"] == accounts[0].budget.guarantee().epsilon > accounts[1].budget.guarantee().epsilon
-    assert told["epsilon_spent"] == accounts[1].budget.guarantee().epsilon_spent > 0
-    assert "in 40 of 125 steps" in told["text"]
+    assert told.epsilon == accounts[0].budget.guarantee().epsilon > accounts[1].budget.guarantee().epsilon
+    assert told.epsilon_spent == accounts[1].budget.guarantee().epsilon_spent > 0
+    assert "in 40 of 125 steps" in str(told)
 
 
 def test_fast_learners_that_reach_their_cap_are_named(two_sites: Config, tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from adp2sgd.engine.simulation.simulate import Simulation
 from adp2sgd.errors import Adp2sgdWarning, ConfigError, DataError, RunError
 from adp2sgd.files import to_json
 from adp2sgd.run_folder import read_result
-from adp2sgd.task import Task, resolve
+from adp2sgd.task import Task
+from adp2sgd.tasks import resolve
 
 PRIVATE = Config(
     task="leaky:leaky",
@@ -94,7 +95,7 @@ def test_an_evaluation_that_fails_costs_the_figures_and_not_the_model(
 ) -> None:
     done = run(config("late"), tmp_path / "run")
     result = strict(tmp_path / "run/result.json")
-    assert (result["loss"], result["accuracy"], result["learners"][0]["loss"]) == (None, None, None)
+    assert (result["metrics"], result["learners"][0]["metrics"]) == ({}, {})
     assert result["guarantee"]["epsilon_spent"] > 0
     assert result["global_steps"] >= 8
     [note] = [note for note in done.notes if note.startswith("held-out record 0 ")]
@@ -141,9 +142,9 @@ def test_a_figure_that_is_no_number_is_null(mode: str, tmp_path: Path) -> None:
     privacy = PRIVATE.privacy if mode == "private" else Privacy()
     run = engine.simulate(config("nan", privacy=privacy), tmp_path / "run")
     result = strict(tmp_path / "run/result.json")
-    assert result["loss"] is None
-    assert result["accuracy"] > 0
-    assert [point["loss"] for point in result["curve"]] == [None] * len(run.curve)
+    assert result["metrics"]["loss"] is None
+    assert result["metrics"]["accuracy"] > 0
+    assert [point["metrics"]["loss"] for point in result["curve"]] == [None] * len(run.curve)
     assert any("loss on held-out records is not finite" in note for note in run.notes)
 
 

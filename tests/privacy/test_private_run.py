@@ -26,8 +26,8 @@ def test_each_learner_reports_the_privacy_of_its_own_steps(tmp_path: Path) -> No
     run = simulate(PRIVATE.replace(speeds=Speeds(kind="one-slow", factor=10)), tmp_path / "run")
     slow, *fast = run.learners
     assert all(each.epsilon_spent > slow.epsilon_spent for each in fast)
-    assert run.guarantee["epsilon"] == max(each.epsilon for each in run.learners)
-    assert run.guarantee["epsilon_spent"] == max(each.epsilon_spent for each in run.learners)
+    assert run.guarantee.epsilon == max(each.epsilon for each in run.learners)
+    assert run.guarantee.epsilon_spent == max(each.epsilon_spent for each in run.learners)
     step = SampledGaussian(2.0, 20 / 200)
     for each in run.learners:
         assert each.epsilon_spent == pytest.approx(epsilon(step, each.steps, 1e-4).epsilon)
@@ -35,7 +35,7 @@ def test_each_learner_reports_the_privacy_of_its_own_steps(tmp_path: Path) -> No
         assert each.max_steps == math.ceil(40 * 1.25)
         held = ledger.read(tmp_path / f"run/learner-{each.learner}/ledger.jsonl")
         assert dict(held.spent().parts) == {step: each.steps}
-    assert "not this run" in run.guarantee["text"]
+    assert "not this run" in str(run.guarantee)
     assert run.seeded
 
 
@@ -77,13 +77,13 @@ def test_epsilon_alone_calibrates_noise_for_the_planned_steps_with_headroom() ->
     run = simulate(PRIVATE.replace(privacy=Privacy(mode="private", epsilon=3.0, delta=1e-4, headroom=1.5)))
     assert all(each.max_steps == 60 for each in run.learners)
     assert all(2.99 < each.epsilon <= 3.0 for each in run.learners)
-    assert run.guarantee["epsilon_spent"] < 2.9
+    assert run.guarantee.epsilon_spent < 2.9
 
 
 def test_the_papers_noise_and_no_noise_say_that_they_guarantee_nothing() -> None:
     for privacy in (Privacy(mode="paper", sigma=1.0), Privacy()):
         run = simulate(PRIVATE.replace(privacy=privacy, epochs=1))
-        assert run.guarantee == "none"
+        assert run.guarantee is None
         assert run.guarantee_why
         assert all(each.epsilon is None for each in run.learners)
 
@@ -94,13 +94,13 @@ def test_a_seeded_private_run_repeats_and_an_unseeded_one_does_not(tmp_path: Pat
     first_run, second_run = simulate(unseeded), simulate(unseeded)
     assert first_run.loss != second_run.loss
     assert "entropy" in first_run.noise_source
-    assert "not this run" not in first_run.guarantee["text"]
+    assert "not this run" not in str(first_run.guarantee)
 
 
 def test_privacy_costs_nothing_more_with_momentum_decay_or_partners() -> None:
     plain = simulate(PRIVATE.replace(optimizer=Optimizer(lr=0.1)))
     rich = simulate(PRIVATE)
-    assert plain.guarantee["epsilon"] == rich.guarantee["epsilon"]
+    assert plain.guarantee.epsilon == rich.guarantee.epsilon
 
 
 @pytest.mark.parametrize("seed", [0, None])
@@ -136,6 +136,6 @@ def test_digits_learn_privately() -> None:
     from adp2sgd.cli.demo import PRIVATE_DIGITS
 
     run = simulate(PRIVATE_DIGITS)
-    assert run.guarantee["epsilon"] <= 3.3
+    assert run.guarantee.epsilon <= 3.3
     assert run.accuracy is not None
     assert run.accuracy >= 0.88

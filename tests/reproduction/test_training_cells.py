@@ -66,7 +66,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
 
 def test_the_large_batch_of_case_3_is_the_experiments_configuration() -> None:
     doubled = training.doubled(training.recipe("efficientnet_b0", Choice(device="cpu")))
-    given = config.load(ROOT / "experiments" / "paper_case3.toml")
+    given = config.load_config(ROOT / "experiments" / "paper_case3.toml")
     assert (doubled.task, doubled.batch_size) == (given.task, given.batch_size)
     assert doubled.optimizer == given.optimizer
 
@@ -98,7 +98,7 @@ def test_every_recipe_of_the_paper_has_momentum_and_private_mode_has_none(model:
         assert cell.measure.args[0].optimizer.momentum == momentum  # type: ignore[attr-defined]
         assert cell.identity.get("momentum", 0.0) == momentum
     for case in ("case1", "case2", "case3"):
-        assert config.load(ROOT / "experiments" / f"paper_{case}.toml").optimizer.momentum == paper.MOMENTUM
+        assert config.load_config(ROOT / "experiments" / f"paper_{case}.toml").optimizer.momentum == paper.MOMENTUM
 
 
 def test_a_stretched_schedule_keeps_its_course() -> None:

@@ -55,6 +55,6 @@ def _run(name: str, config: Config) -> Run:
 def _row(name: str, run: Run, baseline: Run) -> tuple[str, ...]:
     assert run.accuracy is not None
     staleness = sum(each.staleness_mean * each.share for each in run.learners)
-    epsilon = "none" if run.guarantee == "none" else f"{run.guarantee['epsilon']:.2f}"
+    epsilon = "none" if run.guarantee is None else f"{run.guarantee.epsilon:.2f}"
     speed_up = f"{baseline.seconds / run.seconds:.1f}×"
     return name, f"{run.accuracy:.1%}", f"{run.seconds:,.0f} s", speed_up, f"{staleness:.1f}", epsilon

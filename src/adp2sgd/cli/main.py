@@ -14,7 +14,10 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from adp2sgd.cli.certs import certs
 from adp2sgd.cli.privacy import Json, privacy
+from adp2sgd.cli.report import report
+from adp2sgd.cli.sites import sites
 from adp2sgd.errors import Adp2sgdError, ConfigError
 
 app = typer.Typer(
@@ -25,6 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(privacy, name="privacy")
+app.add_typer(certs, name="certs")
+app.add_typer(sites)  # join, status
+app.command(epilog="Example: adp2sgd report runs/first runs/second -o comparison.html")(report)
 
 INTERRUPTED = 130
 Settings = Annotated[
@@ -187,9 +193,9 @@ def explain(
     from dataclasses import asdict
 
     from adp2sgd.cli import view
-    from adp2sgd.config import Config, load, naming
+    from adp2sgd.config import Config, load_config, naming
 
-    chosen = naming((Config() if config is None else load(config)).with_settings(settings), trust)
+    chosen = naming((Config() if config is None else load_config(config)).with_settings(settings), trust)
     with view.waiting(f"building {chosen.task}"):
         from adp2sgd.engine.setup import explain_gradients
 
@@ -205,13 +211,13 @@ def _chosen(
     config: Path | None, settings: list[str], out: Path | None, resume: Path | None, trust: str | None
 ) -> tuple[Any, Path]:
     """The configuration of a new run or of the one that goes on, and its folder."""
-    from adp2sgd.config import Config, load, naming
+    from adp2sgd.config import Config, load_config, naming
     from adp2sgd.run_folder import Folder
 
     if out is not None and not str(out).strip(". "):
         raise ConfigError(f"--out {str(out)!r} is no folder for a run; give a name such as runs/first")
     if resume is None:
-        chosen = naming((Config() if config is None else load(config)).with_settings(settings), trust)
+        chosen = naming((Config() if config is None else load_config(config)).with_settings(settings), trust)
         return chosen, out or _run_folder(chosen.task, chosen.algorithm)
     if config is not None or settings or out is not None:
         raise ConfigError("--resume goes on with the run's own configuration; remove the other arguments")

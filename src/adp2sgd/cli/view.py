@@ -106,7 +106,8 @@ def print_run(run: Run) -> None:
     more = len(run.learners) - len(rows)
     table("learners" + (f" (and {more} more in result.json)" if more else ""), columns + ["ε"] * private, rows)
     for site, figures in run.sites.items():
-        print(f"site {site}: {quality(figures['accuracy'], figures['loss'])} on {figures['records']} held-out records")
+        how = quality(figures.get("accuracy"), figures.get("loss"))
+        print(f"site {site}: {how} on {figures['records']} held-out records")
     print(privacy_line(run))
     for note in run.notes:
         print(f"note: {note}")
@@ -123,6 +124,4 @@ def epsilon(learner: LearnerResult) -> str:
 
 def privacy_line(run: Run) -> str:
     """The guarantee in words, or why there is none."""
-    if run.guarantee == "none":
-        return f"guarantee: none ({run.guarantee_why})"
-    return f"guarantee: {run.guarantee['text']}"
+    return f"guarantee: none ({run.guarantee_why})" if run.guarantee is None else f"guarantee: {run.guarantee}"

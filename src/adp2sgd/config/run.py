@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adp2sgd.config.consortium import Consortium
 from adp2sgd.config.optimizer import Optimizer
 from adp2sgd.config.privacy import Privacy
 from adp2sgd.config.sections import Data, Network, Speeds, Topology
@@ -52,6 +53,7 @@ class Config(Section):
     privacy: Privacy = field(default_factory=Privacy)
     speeds: Speeds = field(default_factory=Speeds)
     network: Network = field(default_factory=Network)
+    consortium: Consortium = field(default_factory=Consortium)
 
     def _check(self) -> None:
         one_of("algorithm", self.algorithm, ALGORITHMS)
@@ -94,7 +96,7 @@ class Config(Section):
         return from_dict(raw)
 
 
-def load(path: str | Path) -> Config:
+def load_config(path: str | Path) -> Config:
     """The configuration in a TOML file. Where it names a task of one's own, `Config.replace(task=…)` must name it too
     before anything is imported."""
     try:
@@ -103,10 +105,10 @@ def load(path: str | Path) -> Config:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a TOML file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file; give the path of a TOML file") from None
-    return loads(text, str(path))
+    return loads_config(text, str(path))
 
 
-def loads(text: str, name: str = "configuration") -> Config:
+def loads_config(text: str, name: str = "configuration") -> Config:
     """The configuration in a TOML text."""
     try:
         raw = tomllib.loads(text)
@@ -133,7 +135,12 @@ def from_dict(raw: Mapping[str, Any]) -> Config:
 
 def difference(one: Config, other: Config) -> tuple[str, str, str] | None:
     """The first key at which two configurations differ, and both values in words; None if they are equal."""
-    first, second = (_leaves(tomllib.loads(each.to_toml())) for each in (one, other))
+    return differing(one.to_toml(), other.to_toml())
+
+
+def differing(one: str, other: str) -> tuple[str, str, str] | None:
+    """As `difference`, of two TOML texts; one may be of another release. Raises ValueError for what is no TOML."""
+    first, second = (_leaves(tomllib.loads(each)) for each in (one, other))
     for key in sorted(first.keys() | second.keys()):
         if first.get(key) != second.get(key):
             values = [shown(each[key]) if key in each else "(unset)" for each in (first, second)]

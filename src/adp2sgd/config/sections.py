@@ -47,10 +47,12 @@ class Data(Section):
     partition: str = "iid"
     alpha: float = 0.5  # dirichlet: small = each learner sees few labels
     sizes: tuple[float, ...] = ()  # iid: relative sizes of the shards, one per learner; equal if empty
+    workers: int = 0  # processes that read a dataset ahead of the steps: in `simulate` in all, in `train` per learner
 
     def _check(self) -> None:
         one_of("data.partition", self.partition, PARTITIONS)
         require(0 < self.alpha <= 1e6, "data.alpha", self.alpha, "use a positive number; 1e6 is as good as iid")
+        require(0 <= self.workers <= 256, "data.workers", self.workers, "use 0 (a thread) up to 256 processes")
         require(all(0 < s < math.inf for s in self.sizes), "data.sizes", list(self.sizes), "use positive numbers")
         if self.sizes and self.partition != "iid":
             raise ConfigError(

@@ -37,9 +37,14 @@ class PoissonBatches:
     no record, fills up the others. The work of a draw then does not depend on what is drawn.
     """
 
-    def __init__(self, records: int, batch_size: int, streams: Streams, fixed_rows: int | None = None) -> None:
-        self.rate = min(1.0, batch_size / records)
-        self.expected = self.rate * records
+    def __init__(
+        self, records: int, batch_size: int, streams: Streams, fixed_rows: int | None = None, *,
+        declared: int | None = None,
+    ) -> None:  # fmt: skip
+        """`declared`: a public number that rate and divisor follow from, in place of the number of records."""
+        counted = records if declared is None else declared
+        self.rate = min(1.0, batch_size / counted)
+        self.expected = self.rate * counted
         self.rows = round(self.expected) if fixed_rows is None else fixed_rows
         self.fixed = fixed_rows is not None
         self._records = records

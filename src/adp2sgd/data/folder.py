@@ -37,7 +37,7 @@ class Source:
     fitted: str | None = None
     identifier: str | None = None  # what seems to tell whose a record is, where records have no units
     loss: Callable[[Tensor, Tensor], Tensor] | None = None  # one per record; None: the cross-entropy
-    metric: str = "accuracy"
+    metrics: tuple[str, ...] = ("accuracy",)
     encoder: Encoder | None = None  # turns new inputs into records without the training data
 
 

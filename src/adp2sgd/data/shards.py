@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adp2sgd import config
-from adp2sgd.data.records import Records, Units
+from adp2sgd.data.records import RecordSet, Units
 from adp2sgd.errors import ConfigError
 
 Rows = NDArray[np.int64]
 
 
-def split(records: Records, how: config.Data, learners: int, seed: int) -> tuple[Tensor, ...]:
+def split(records: RecordSet, how: config.Data, learners: int, seed: int) -> tuple[Tensor, ...]:
     """The rows of each learner, the same for the same seed; every row belongs to exactly one learner."""
     if len(records) < learners:
         raise ConfigError(f"learners = {learners} exceeds the {len(records)} training records; use fewer learners")
@@ -52,9 +52,14 @@ def _whole_units(units: Units, how: config.Data, learners: int, stream: np.rando
     return [np.flatnonzero(np.isin(place, own)) for own in chosen]
 
 
-def _dirichlet(records: Records, alpha: float, learners: int, stream: np.random.Generator) -> list[Rows]:
+def _dirichlet(records: RecordSet, alpha: float, learners: int, stream: np.random.Generator) -> list[Rows]:
     """Each label's records divided in Dirichlet(alpha) proportions; a learner left empty gets one from the largest."""
-    labels = records.targets.numpy()
+    found = records.labels()
+    if found is None:
+        raise ConfigError(
+            'data.partition = "dirichlet" needs all labels at once; give the dataset an attribute targets, or use "iid"'
+        )
+    labels = found.numpy()
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ConfigError('data.partition = "dirichlet" needs one whole-number label per record; use "iid"')
     shards: list[list[int]] = [[] for _ in range(learners)]
@@ -69,7 +74,7 @@ def _dirichlet(records: Records, alpha: float, learners: int, stream: np.random.
     return [np.array(shard, dtype=np.int64) for shard in shards]
 
 
-def _by_site(records: Records, learners: int) -> list[Rows]:
+def _by_site(records: RecordSet, learners: int) -> list[Rows]:
     if records.sites is None:
         raise ConfigError('data.partition = "site" needs data with sites, and this task has none; use "iid"')
     sites = records.sites.numpy()

@@ -85,7 +85,7 @@ def _source(table: Table, encoder: Encoder, test: Bools, site: str | None, unit:
         classes=encoder.target.outputs,
         identifier=looks_like_people(table.columns) if unit is None else None,
         loss=encoder.target.loss,
-        metric=encoder.target.metric,
+        metrics=encoder.target.metrics,
         encoder=encoder,
     )
 

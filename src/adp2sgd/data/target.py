@@ -42,8 +42,8 @@ class Classes:
         return len(self.values)
 
     @property
-    def metric(self) -> str:
-        return "accuracy"
+    def metrics(self) -> tuple[str, ...]:
+        return ("accuracy",)
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -72,8 +72,8 @@ class Number:
         return 1
 
     @property
-    def metric(self) -> str:
-        return "loss"
+    def metrics(self) -> tuple[str, ...]:
+        return ("mae", "r2")
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:

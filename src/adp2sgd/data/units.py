@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adp2sgd.data.batches import PoissonBatches
-from adp2sgd.data.records import Records, Units
+from adp2sgd.data.records import RecordSet, Units
 from adp2sgd.privacy.mechanism import RECORD
 from adp2sgd.randomness.streams import Streams
 
@@ -33,7 +33,7 @@ class Population:
     unit: str = RECORD
 
 
-def population(records: Records, *, private: bool, rows: Tensor | None = None) -> Population:
+def population(records: RecordSet, *, private: bool, rows: Tensor | None = None) -> Population:
     """Of these records, or of those in `rows`. Only private batches are samples of units."""
     units = records.units if private else None
     if units is None:

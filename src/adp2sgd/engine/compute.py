@@ -7,6 +7,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from adp2sgd import tree
 from adp2sgd.config import Config
 from adp2sgd.device import AUTOCAST, compiled, tune
 from adp2sgd.engine.plan import Plan
@@ -57,8 +58,9 @@ class Compute:
             autocast=AUTOCAST[config.precision], expected=min(config.batch_size, self._largest_shard),
         )  # fmt: skip
         if isinstance(made, choose.Automatic):
-            inputs, targets = (part[:0].to(self.device) for part in (self.task.train.inputs, self.task.train.targets))
-            made.settle(self.task.prepare(inputs), targets)
+            stored, targets = self.task.train.blank()
+            inputs = self.task.prepare(tree.each(lambda part: part.to(self.device), stored))
+            made.settle(inputs, targets.to(self.device))
         return made
 
     def gradient_step(self, budget: Budget | None) -> GradientStep:

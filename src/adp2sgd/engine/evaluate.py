@@ -3,50 +3,103 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from adp2sgd import tree
+from adp2sgd.data.indexed import DatasetRecords
+from adp2sgd.data.records import RecordSet
 from adp2sgd.device import laid_out
 from adp2sgd.errors import WITHHELD, ConfigError, reason
 from adp2sgd.flat import FlatModel
+from adp2sgd.metrics import Mean
 from adp2sgd.task import Task
 
-PIECE = 1000  # records at a time
+PIECE = 1000  # records at a time, at most
+PIECE_BYTES = 64 << 20  # and at most so much of a dataset that is read by index
+
+Figures = dict[str, float | None]
+"""The loss and the task's metrics by name; None where one could not be computed, or is not finite."""
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """Means over the held-out records; `accuracy` (a fraction) is None where the task has no classes."""
+class Scores:
+    """Loss and metrics, summed up batch by batch. Outputs are kept only for metrics that need all of them at once."""
 
-    loss: float
-    accuracy: float | None
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._means = {name: metric for name, metric in task.metrics.items() if isinstance(metric, Mean)}
+        self._whole = {name: metric for name, metric in task.metrics.items() if name not in self._means}
+        self._loss, self._records = 0.0, 0
+        self._sums = dict.fromkeys(self._means, 0.0)
+        self._counts = dict.fromkeys(self._means, 0)
+        self._kept: list[tuple[Any, Tensor]] = []
+
+    def add(self, outputs: Any, targets: Tensor) -> None:
+        self._loss += float(self._task.loss(outputs, targets).double().sum())
+        self._records += len(targets)
+        for name, metric in self._means.items():
+            terms = metric.terms(outputs, targets)
+            self._sums[name] += float(terms.double().sum())
+            self._counts[name] += terms.numel()
+        if self._whole:
+            self._kept.append((tree.each(Tensor.cpu, outputs), targets.cpu()))
+
+    def figures(self) -> Figures:
+        found: Figures = {"loss": self._loss / self._records}
+        if self._whole:
+            outputs = tree.joined([each for each, _ in self._kept])
+            targets = torch.cat([each for _, each in self._kept])
+        for name in self._task.metrics:
+            if name in self._means:
+                found[name] = self._sums[name] / max(1, self._counts[name])
+            else:
+                found[name] = float(self._whole[name](outputs, targets))
+        return found
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What a result tells: metrics, or None where they could not be computed."""
-
-    loss: float | None = None
-    accuracy: float | None = None
+def pieces(records: RecordSet, most: int = PIECE) -> Iterator[tuple[Any, Tensor]]:
+    """All records in order, some at a time; of a dataset so few that memory is bounded, and one piece ahead."""
+    if not isinstance(records, DatasetRecords):
+        yield from (records.read(rows) for rows in torch.arange(len(records)).split(most))
+        return
+    one = sum(tree.size(tree.each(lambda part: part.new_empty(1, *part.shape[1:]), part)) for part in records.blank())
+    most = max(1, min(most, PIECE_BYTES // max(1, one)))
+    coming = None
+    for rows in torch.arange(len(records)).split(most):
+        now, coming = coming, records.fetch(rows)
+        if now is not None:
+            yield now.result()
+    if coming is not None:
+        yield coming.result()
 
 
 @torch.no_grad()
-def evaluate(model: FlatModel, task: Task, state: Tensor, rows: Tensor | None = None) -> Metrics:
-    """The model at `state` (weights, then float buffers) on the held-out records, or on some `rows` of them."""
+def evaluate(
+    model: FlatModel,
+    task: Task,
+    state: Tensor,
+    rows: Tensor | None = None,
+    *,
+    most: int = PIECE,
+    stop: Callable[[], bool] = lambda: False,
+) -> Figures:
+    """The model at `state` (weights, then float buffers) on the held-out records, or on some `rows` of them.
+
+    `most` records are evaluated at a time; `stop` is asked in between, and ends with no figures.
+    """
     model.load(state)
     model.module.eval()
-    records = task.test if rows is None else task.test.take(rows)
-    loss, right, labels = 0.0, 0.0, 0
-    for inputs, targets in zip(records.inputs.split(PIECE), records.targets.split(PIECE), strict=True):
-        here = targets.to(model.device)
-        outputs = model.module(laid_out(task.prepare(inputs.to(model.device))))
-        loss += float(task.loss(outputs, here).double().sum())
-        if task.metric == "accuracy":
-            right += float((outputs.argmax(dim=-1) == here).sum())
-            labels += here.numel()
-    return Metrics(loss / len(records), right / labels if labels else None)
+    scores = Scores(task)
+    for stored, targets in pieces(task.test if rows is None else task.test.take(rows), most):
+        if stop():
+            return {}
+        inputs = task.prepare(tree.each(lambda part: part.to(model.device), stored))
+        outputs = tree.call(model.module, tree.each(laid_out, inputs))
+        scores.add(outputs, targets.to(model.device))
+    return scores.figures()
 
 
 class HeldOut:
@@ -72,11 +125,11 @@ class HeldOut:
             found = evaluate(self._model, self._task, state, rows)
         except Exception as error:
             self._note(f"{self._told(error, state)}; the result lacks figures, the model is complete")
-            return Figures()
-        if not math.isfinite(found.loss):
-            self._note("the loss on held-out records is not finite; look for held-out records with such values")
-            return Figures(None, found.accuracy)
-        return Figures(found.loss, found.accuracy)
+            return {}
+        for name, value in found.items():
+            if value is not None and not math.isfinite(value):
+                self._note(f"the {name} on held-out records is not finite; look for held-out records with such values")
+        return {name: value if value is None or math.isfinite(value) else None for name, value in found.items()}
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from adp2sgd.config import Config
 from adp2sgd.engine.budgets import new_ledgers
-from adp2sgd.engine.setup import Setup
+from adp2sgd.engine.compute import Compute
+from adp2sgd.engine.evaluate import HeldOut
+from adp2sgd.engine.plan import Plan
 from adp2sgd.privacy.budget import Budget
-from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL
+from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL, Guarantee
 from adp2sgd.run_folder import Folder, LearnerResult, Point, Run, versions
+from adp2sgd.task import Task
 
 NO_GUARANTEE = {
     "none": "the gradients carry no noise",
@@ -22,9 +25,28 @@ NO_GUARANTEE = {
 }
 
 
+class Stage(Protocol):
+    """What a result needs of a run beside its learners."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def task(self) -> Task: ...
+    @property
+    def compute(self) -> Compute: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    @property
+    def held_out(self) -> HeldOut: ...
+    @property
+    def site_names(self) -> tuple[str | None, ...]: ...
+
+
 class Accounted(Protocol):
     """What a result needs of a learner beside its figures."""
 
+    @property
+    def number(self) -> int: ...
     @property
     def budget(self) -> Budget | None: ...
     @property
@@ -32,7 +54,7 @@ class Accounted(Protocol):
 
 
 def finish(
-    setup: Setup,
+    setup: Stage,
     learners: Sequence[Accounted],
     results: tuple[LearnerResult, ...],
     curve: tuple[Point, ...],
@@ -46,8 +68,8 @@ def finish(
     return Run(
         task=config.task,
         algorithm=config.algorithm,
-        accuracy=last.accuracy,
-        loss=last.loss,
+        metrics=last.metrics,
+        monitor=setup.task.monitor,
         seconds=last.seconds,
         clock=clock,
         global_steps=last.global_steps,
@@ -76,9 +98,7 @@ def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
     """Who trained no more from some step on: with uneven speeds the fast learners, to the surprise of many. In a
     `whole` run where all have taken the last step that they may, they have simply finished."""
     at = [
-        k
-        for k, each in enumerate(learners)
-        if each.budget is not None and each.budget.steps >= each.budget.plan.max_steps
+        each.number for each in learners if each.budget is not None and each.budget.steps >= each.budget.plan.max_steps
     ]
     if not at or (whole and len(at) == len(learners)):
         return []
@@ -89,20 +109,21 @@ def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
     ]
 
 
-def _guarantee(learners: Sequence[Accounted]) -> Any:
+def _guarantee(learners: Sequence[Accounted]) -> Guarantee | None:
     """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
     spent, and the largest that was."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
     if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
-        return "none"
+        return None
     most = max(found, key=lambda each: each.epsilon_spent)
     weakest = max(found, key=lambda each: each.epsilon)
-    told = {name: getattr(most, name) for name in ("epsilon_spent", "epsilon_others", "steps", "max_steps")}
+    told: dict[str, Any] = {
+        name: getattr(most, name) for name in ("epsilon_spent", "epsilon_others", "steps", "max_steps")
+    }
     alone = max(each.epsilon_alone or 0.0 for each in found)
     threat = min((each.threat_model for each in found), key=_covers_time)
-    weakest = replace(weakest, **told, epsilon_alone=alone, threat_model=threat)
-    valid_if = f"no {weakest.unit} lies at two learners"
-    return {**asdict(weakest), "valid_if": valid_if, "text": f"{weakest}; valid where {valid_if}"}
+    told |= {"epsilon_alone": alone, "threat_model": threat, "valid_if": f"no {weakest.unit} lies at two learners"}
+    return replace(weakest, **told)
 
 
 def _covers_time(threat_model: str) -> bool:
@@ -116,7 +137,7 @@ def _why_none(config: Config, learners: Sequence[Accounted]) -> str | None:
     return "a learner's ledger cannot be read, so what it spent is unknown; see the notes" if unknown else None
 
 
-def _by_site(setup: Setup, theta: Tensor) -> dict[str, dict[str, float | int | None]]:
+def _by_site(setup: Stage, theta: Tensor) -> dict[str, dict[str, Any]]:
     sites, names = setup.task.test.sites, setup.task.test.site_names
     if sites is None:
         return {}
@@ -124,12 +145,11 @@ def _by_site(setup: Setup, theta: Tensor) -> dict[str, dict[str, float | int | N
     for number, name in enumerate(names):
         rows = torch.nonzero(sites == number).flatten()
         if len(rows):
-            metrics = setup.held_out.figures(theta, rows)
-            figures[name] = {"accuracy": metrics.accuracy, "loss": metrics.loss, "records": len(rows)}
+            figures[name] = {**setup.held_out.figures(theta, rows), "records": len(rows)}
     return figures
 
 
-def save_model(setup: Setup, theta: Tensor, folder: Folder) -> None:
+def save_model(setup: Stage, theta: Tensor, folder: Folder) -> None:
     """θ as model.safetensors."""
     config = setup.plan.config
     facts = {"task": config.task, "options": config.options}

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from adp2sgd import tree
 from adp2sgd.config import Config
 from adp2sgd.data import shards
+from adp2sgd.data.indexed import DatasetRecords
 from adp2sgd.data.units import Population, population
 from adp2sgd.device import AUTOCAST
 from adp2sgd.engine.compute import Compute, build_model, pick_device, rows_together
@@ -25,7 +27,8 @@ from adp2sgd.gradient.proof import synthetic
 from adp2sgd.learner import Learner
 from adp2sgd.privacy.ledger import read as read_ledger
 from adp2sgd.run_folder import Folder
-from adp2sgd.task import Task, resolve
+from adp2sgd.task import Task
+from adp2sgd.tasks import resolve
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,10 +77,12 @@ class Setup:
         return make_learner(self.site(number), self.compute, folder, start=start)
 
 
-def prepare(config: Config, seed: int | None = None, *, resumed: bool = False) -> Setup:
-    """Load the task, deal out its records and build the model, all from the public seed; refuse what does not fit."""
+def prepare(config: Config, task: Task | None = None, seed: int | None = None, *, resumed: bool = False) -> Setup:
+    """Load the task (or take the given one), deal out its records and build the model, all from the public seed; refuse
+    what does not fit."""
     device = pick_device(config.device)
-    task = resolve(config.task, config.options, private=config.privacy.mode == "private")
+    task = task or resolve(config.task, config.options, private=config.privacy.mode == "private")
+    task = _with_workers(task, config.data.workers)
     private = config.privacy.mode == "private"
     plan = make_plan(config, total_samples=population(task.train, private=private).count, seed=seed)
     rows = shards.split(task.train, config.data, config.learners, plan.seed)
@@ -87,6 +92,13 @@ def prepare(config: Config, seed: int | None = None, *, resumed: bool = False) -
     made.refuse_divided_units()
     notes = validate(plan, task, compute.model, [each.count for each in owned], resumed=resumed)
     return replace(made, notes=tuple(notes))
+
+
+def _with_workers(task: Task, workers: int) -> Task:
+    """Datasets that are read by index get readers of their own, which end with the run."""
+    parts = {"train": task.train, "test": task.test}
+    read = {name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)}
+    return replace(task, **read) if read else task
 
 
 @contextmanager
@@ -120,8 +132,8 @@ def explain_gradients(config: Config) -> list[choose.Row]:
         task, device = resolve(config.task, config.options, private=True), pick_device(config.device)
         model = build_model(task, device, config.task, config.seed or 0, private=True)
         copies, rows = rows_together(config, task), min(len(task.train), config.batch_size)
-        stored, targets = (
-            synthetic(part[:0].to(device), rows * copies) for part in (task.train.inputs, task.train.targets)
-        )
+        blank, labels = task.train.blank()
+        stored = tree.each(lambda part: synthetic(part.to(device), rows * copies), blank)
+        targets = synthetic(labels.to(device), rows * copies)
         inputs, autocast = task.prepare(stored), AUTOCAST[config.precision]
         return choose.explain(model, task.loss, inputs, targets, copies=copies, autocast=autocast)

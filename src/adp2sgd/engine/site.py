@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
-from adp2sgd.data.records import Records
-from adp2sgd.data.units import UnitBatches, population
+from adp2sgd.data.records import RecordSet
+from adp2sgd.data.units import Population, UnitBatches, population
 from adp2sgd.engine.budgets import open_budget
 from adp2sgd.engine.compute import Compute
 from adp2sgd.engine.plan import Plan
@@ -27,6 +27,9 @@ class Site:
     number: int
     name: str | None
     task: Task
+    declared: int | None = (
+        None  # a rounded number of records or units that the sample rate follows from; unset: the true one
+    )
 
 
 def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) -> Learner:
@@ -35,13 +38,14 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     streams = Streams(config.seed, site.number + (start << 32))  # a restart repeats neither batches nor noise
     records = site.task.train
     own = population(records, private=plan.private)
-    budget = open_budget(plan, site.number, site.name, own, folder) if plan.private else None
+    declared = Population(site.declared or own.count, own.unit)
+    budget = open_budget(plan, site.number, site.name, declared, folder) if plan.private else None
     return Learner(
         number=site.number,
         task=site.task,
         model=compute.model,
         records=records.with_blank() if config.privacy.fixed_work else records,
-        batches=_batches(plan, records, streams, budget),
+        batches=_batches(plan, records, declared.count, streams, budget),
         gradient_step=compute.gradient_step(budget),
         optimizer=config.optimizer,
         progress=Progress(site.number, start, limit=plan.target_steps),
@@ -52,7 +56,7 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     )
 
 
-def _batches(plan: Plan, records: Records, streams: Streams, budget: Budget | None) -> Batches:
+def _batches(plan: Plan, records: RecordSet, declared: int, streams: Streams, budget: Budget | None) -> Batches:
     config = plan.config
     if config.privacy.mode == "paper":
         return ReshuffledBatches(len(records), config.batch_size, streams)
@@ -60,7 +64,7 @@ def _batches(plan: Plan, records: Records, streams: Streams, budget: Budget | No
     if config.privacy.fixed_work and budget is not None:
         mechanism = budget.plan.mechanism
         rows = rows_for(count, mechanism.sample_rate, mechanism.overflow)
-    drawn = PoissonBatches(count, config.batch_size, streams, rows)
+    drawn = PoissonBatches(count, config.batch_size, streams, rows, declared=declared)
     if records.units is None or not plan.private:
         return drawn
     return UnitBatches(records.units, config.privacy.records_per_unit, drawn, streams)

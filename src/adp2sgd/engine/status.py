@@ -15,9 +15,8 @@ from typing import Self
 
 from adp2sgd.exchange.protocol import Tally
 from adp2sgd.files import to_json
-from adp2sgd.run_folder import Folder, Point, by_number
+from adp2sgd.run_folder import STATUS, Folder, Measured, Point, by_number
 
-STATUS = "status.json"
 PERIOD_S = 1.0  # between two writes of it, at least
 SHARE = 0.02  # of the time that writing may take, at most
 
@@ -87,7 +86,7 @@ COUNTS = [each.name for each in fields(Counters) if each.name != "partners"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerStatus:
+class LearnerStatus(Measured):
     """`state`: starting, ready, training, averaging (its budget is spent), finished, ended, restarting, lost …"""
 
     learner: int
@@ -98,13 +97,23 @@ class LearnerStatus:
     restarts: int = 0
     counters: Counters = field(default_factory=Counters)
     rate: float = 0.0  # steps per second
-    loss: float | None = None  # of its own model, on held-out records
-    accuracy: float | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of its own model, on held-out records
     drawn: int | None = None  # private steps that count as spent
     epsilon_spent: float | None = None
     epsilon: float | None = None  # at the cap
     clip_norm: float | None = None
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicStatus:
+    """What a site tells others of itself, beside its model and the step counts. It holds nothing that depends on the
+    site's records."""
+
+    site: str
+    stopped: bool = False
+    epsilon: float | None = None  # stated: what its policy lets all runs spend
+    delta: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

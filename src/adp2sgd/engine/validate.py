@@ -8,11 +8,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from adp2sgd import tree
 from adp2sgd.config import Config, Privacy
 from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan
 from adp2sgd.errors import WITHHELD, ConfigError, reason
 from adp2sgd.flat import FlatModel
+from adp2sgd.losses import cross_entropy
+from adp2sgd.metrics import OF_CLASSES
 from adp2sgd.privacy import checks
 from adp2sgd.privacy.budget_checks import check_budget
 from adp2sgd.privacy.mechanism import RECORD
@@ -47,31 +50,33 @@ def check_fit(task: Task, model: FlatModel, *, private: bool) -> None:
     model has no output for. Private mode has checks of its own of what goes wrong in training, which look at no record;
     here it only tries whether all held-out records can be evaluated, before the first draw."""
     part = task.test if private else task.train
-    records = part.take(torch.arange(min(2, len(part))))
+    first = torch.arange(min(2, len(part)))
     model.module.eval()
     with torch.no_grad(), _told(task, private):
-        outputs = model.module(task.prepare(records.inputs.to(model.device)))
-    if task.metric == "accuracy":
-        if not isinstance(outputs, Tensor):
-            raise ConfigError(f'a {type(outputs).__name__} of outputs has no accuracy; give the task metric="loss"')
-        _check_shapes(outputs, records.targets, part.targets)
-        if not private:
-            _check_labels(task, outputs.shape[-1])
+        stored, targets = part.read(first)
+        inputs = task.prepare(tree.each(lambda each: each.to(model.device), stored))
+        outputs = tree.call(model.module, inputs)
+    for metric in OF_CLASSES & task.metrics.keys():
+        _check_shapes(metric, outputs, targets, part.labels())
+    if not private and task.loss is cross_entropy:
+        _check_labels(task, outputs.shape[-1])
     with torch.no_grad(), _told(task, private):
-        losses = task.loss(outputs, records.targets.to(model.device))
-    checks.refuse_shape(losses, len(records), ConfigError)
+        losses = task.loss(outputs, targets.to(model.device))
+    checks.refuse_shape(losses, len(first), ConfigError)
     if private:
         HeldOut(model, task, private=True).check()
     model.module.train()
 
 
-def _check_shapes(outputs: Tensor, targets: Tensor, all_targets: Tensor) -> None:
-    fix = 'give the task metric="loss"'
-    if all_targets.is_floating_point() and bool((all_targets != all_targets.round()).any()):
-        raise ConfigError(f"targets that are no whole numbers have no accuracy; {fix}, or labels from 0")
-    if outputs.shape[-1] < 2:
-        raise ConfigError(f"a model with one output has no class to choose, so no accuracy; {fix}, or two outputs")
-    if targets.shape != outputs.shape[:-1]:
+def _check_shapes(metric: str, outputs: object, targets: Tensor, all_targets: Tensor | None) -> None:
+    """Refuse outputs and targets that `metric`, one of classes, would make no sense of."""
+    fix = f"leave {metric} out of the task's metrics"
+    if not isinstance(outputs, Tensor):
+        raise ConfigError(f"a {type(outputs).__name__} of outputs has no {metric}; {fix}")
+    known = targets if all_targets is None else all_targets
+    if known.is_floating_point() and bool((known != known.round()).any()):
+        raise ConfigError(f"targets that are no whole numbers have no {metric}; {fix}, or give labels from 0")
+    if targets.shape not in (outputs.shape, outputs.shape[:-1]):
         raise ConfigError(
             f"targets of shape {tuple(targets.shape)} are no labels for outputs of shape {tuple(outputs.shape)}; give "
             f"them shape {tuple(outputs.shape[:-1])}, or {fix}"
@@ -79,7 +84,9 @@ def _check_shapes(outputs: Tensor, targets: Tensor, all_targets: Tensor) -> None
 
 
 def _check_labels(task: Task, classes: int) -> None:
-    largest = max(int(part.targets.max()) for part in (task.train, task.test))
+    """In memory only: of a dataset that is read by index, no record is read before it is drawn."""
+    found = [labels for part in (task.train, task.test) if (labels := part.labels()) is not None and len(labels)]
+    largest = max((int(labels.max()) for labels in found), default=0)
     if largest >= classes:
         raise ConfigError(f"a record has the label {largest}, but the model has {classes} outputs; labels count from 0")
 
@@ -145,7 +152,7 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
     if (
         privacy.ledger is not None
         and privacy.dataset is None
-        and (":" in config.task or config.task.partition("/")[0] in ("table", "images"))
+        and (config.task.startswith("<") or ":" in config.task or config.task.partition("/")[0] in ("table", "images"))
     ):
         raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
     warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
@@ -154,7 +161,8 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
             f'privacy.copies = {privacy.copies} needs augmentation, and task = "{config.task}" has none; set '
             "options.augment = true where the data are images, or leave copies out"
         )
-    stored, targets = task.train.inputs[:0].to(model.device), task.train.targets[:0].to(model.device)  # of no record
+    blank, labels = task.train.blank()  # of no record
+    stored, targets = tree.each(lambda part: part.to(model.device), blank), labels.to(model.device)
     warnings += checks.check_rows(task.prepare, task.augment, stored)
     inputs, expected = task.prepare(stored), config.batch_size
     return warnings + checks.check_model(model.module, task.loss, inputs, targets, expected=expected)

@@ -105,6 +105,7 @@ class Exchange:
         self.step = 0  # own steps taken when it was asked for
         self.lost = False  # restarted, and no model worth sharing yet
         self.shut = False  # the run is over: everybody is answered `busy`
+        self.watch: Callable[[int, Tensor, Tensor], None] = lambda partner, mine, theirs: None  # before each mix
         self.under_way: dict[int, Message] = {}  # partner → the last message sent to it
         self._at_once = at_once
 
@@ -136,7 +137,8 @@ class Exchange:
             elif type(message) is not Message:
                 self._continue(message)
         finally:
-            self.carrier.release(message)
+            if not self._keeps(message):
+                self.carrier.release(message)
 
     def expire(self, partner: int) -> None:
         """Give up the exchange with `partner`, because its next message did not come in time."""
@@ -149,8 +151,16 @@ class Exchange:
         """News for `partner`: the step counts that this learner knows."""
         return self.carrier.send(self._message(Message, partner, self.learner.number, 0))
 
+    def _admits(self, partner: int) -> bool:
+        """Whether one more exchange may begin, with this partner."""
+        return not self.occupied and partner not in self.under_way and self.carrier.room > 0
+
+    def _keeps(self, message: Message) -> bool:
+        """Whether the snapshot of a message that was received is still needed."""
+        return False
+
     def _open(self, kind: type[Message], partner: int) -> bool:
-        if self.occupied or partner in self.under_way or not self.carrier.room:
+        if not self._admits(partner):
             return False
         self.number += 1
         me = self.learner.number
@@ -162,8 +172,7 @@ class Exchange:
 
     def _answer(self, request: Message) -> None:
         partner = request.sender
-        refused = self.occupied or partner in self.under_way or self.lost or self.shut or not self.carrier.room
-        if refused:
+        if not self._admits(partner) or self.lost or self.shut:
             self._reply(Busy, request)
             return
         answer = self.under_way[partner] = self._message(
@@ -213,6 +222,7 @@ class Exchange:
 
     def _mix(self, mine: Tensor, message: Message) -> None:
         assert message.snapshot is not None
+        self.watch(message.sender, mine, message.snapshot)
         if self.learner.mix(mine, message.snapshot, message.intact):
             self.tally.completed += 1
             self.tally.partners[message.sender] = self.tally.partners.get(message.sender, 0) + 1

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
-from adp2sgd.exchange.protocol import Answer, Busy, Exchange, Message
+from adp2sgd.exchange.protocol import Busy, Exchange, Message
 
 IDLE_S = 1.0  # between two looks at the clock while nothing happens
 
@@ -109,7 +109,7 @@ class ExchangeThread(threading.Thread):
             known, due = self._deadlines.get(partner, (None, 0.0))
             if known is not sent:
                 # The responder waits longer, so that it does not give up on a commit that is under way.
-                patience = exchange.carrier.deadline_s(partner) * (2 if isinstance(sent, Answer) else 1)
+                patience = exchange.carrier.deadline_s(partner) * (1 if sent.sender == sent.initiator else 2)
                 self._deadlines[partner] = (sent, now + patience)
             elif now > due:
                 exchange.expire(partner)

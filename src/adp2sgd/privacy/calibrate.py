@@ -20,6 +20,13 @@ NOTHING = Composed(())
 ROUGH = {"tolerance": 0.1}  # bounds that differ by 10 % come an order of magnitude faster
 
 
+def epsilon(
+    *, noise_multiplier: float, sample_rate: float, steps: int, delta: float, adjacency: str = ADD_REMOVE
+) -> float:
+    """ε after `steps` Poisson-sampled Gaussian steps on the same records, by PLD. Never below the true one."""
+    return epsilon_of(SampledGaussian(noise_multiplier, sample_rate), steps, delta, "pld", adjacency).epsilon
+
+
 def noise_for(
     *,
     epsilon: float,

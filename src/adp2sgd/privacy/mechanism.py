@@ -142,16 +142,19 @@ class Guarantee:
     unit: str = RECORD
     threat_model: str = THREAT_MODEL
     note: str = ""
+    valid_if: str = ""  # what must hold, where this speaks for several learners
 
     def __str__(self) -> str:
         seed = "; seeded: ε describes the mechanism, not this run" if self.seeded else ""
         note = f"; {self.note}" if self.note else ""
         others = f" ({self.epsilon_others:.4g} of it by other runs)" if self.epsilon_others else ""
+        valid = f"; valid where {self.valid_if}" if self.valid_if else ""
         how, alone = self.accountant, ""
         if self.composition != "pld":
             how = f"all runs on the ledger by {self.composition}"
             alone = "" if self.epsilon_alone is None else f"; this run alone {self.epsilon_alone:.4g} by pld"
         return (
             f"ε = {self.epsilon:.4g} at δ = {self.delta:g} per {self.unit} ({self.adjacency}, {how}, {self.sampler}), "
-            f"spent {self.epsilon_spent:.4g}{others} in {self.steps} of {self.max_steps} steps{alone}{note}{seed}"
+            f"spent {self.epsilon_spent:.4g}{others} in {self.steps} of {self.max_steps} steps"
+            f"{alone}{note}{seed}{valid}"
         )

@@ -50,7 +50,7 @@ def spent_in(path: Path, delta: float | None = None, adjacency: str | None = Non
 
 
 def _of_run(path: Path, delta: float | None, adjacency: str | None) -> list[Row]:
-    settings = config.load(path / "config.toml")
+    settings = config.load_config(path / "config.toml")
     if settings.privacy.mode != "private":
         raise ConfigError(f"{path} holds a run without a privacy guarantee; there is no ledger")
     rows = []

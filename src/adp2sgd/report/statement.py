@@ -39,8 +39,8 @@ class Statement:
 def statement(folder: str | Path) -> Statement:
     """The privacy statement of the finished private run in `folder`. Reads result.json and config.toml alone."""
     run = read_result(folder)
-    if not isinstance(run.guarantee, dict):
+    if run.guarantee is None:
         raise ConfigError(f"{folder} holds a run without a privacy guarantee ({run.guarantee_why}); nothing to state")
     found = run.guarantee
-    summary = f"No single {found['unit']} can be told apart from its absence beyond ε = {found['epsilon']:.3g}."
+    summary = f"No single {found.unit} can be told apart from its absence beyond ε = {found.epsilon:.3g}."
     return Statement(title="Privacy statement", summary=summary, sections=(), registry={})

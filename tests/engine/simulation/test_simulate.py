@@ -31,7 +31,7 @@ from adp2sgd.errors import ConfigError, DivergedError, InterruptedRunError, RunE
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
 from adp2sgd.exchange.protocol import Exchange, Message
 from adp2sgd.run_folder import Folder, read_result
-from adp2sgd.task import resolve
+from adp2sgd.tasks import resolve
 from conftest import adp2sgd, make_learner
 
 
@@ -360,7 +360,7 @@ def test_one_seed_one_result(algorithm: str, tmp_path: Path) -> None:
     simulate(settings.replace(seed=4), tmp_path / "other")
     assert comparable(tmp_path / "first") == comparable(tmp_path / "second")
     assert logs(tmp_path / "first") == logs(tmp_path / "second")
-    assert comparable(tmp_path / "first")["loss"] != comparable(tmp_path / "other")["loss"]
+    assert comparable(tmp_path / "first")["metrics"] != comparable(tmp_path / "other")["metrics"]
 
 
 @pytest.mark.parametrize("algorithm", config.ALGORITHMS)

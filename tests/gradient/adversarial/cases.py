@@ -46,7 +46,7 @@ def task(case: str) -> Task:
     made = CASES[case]
     data = Records(*made.records(RECORDS))
     held_out = data.take(torch.arange(ODD + 1, RECORDS))
-    return Task(model=made.model, train=data, test=held_out, loss=made.loss, metric="loss", prepare=made.prepare)
+    return Task(model=made.model, train=data, test=held_out, loss=made.loss, prepare=made.prepare)
 
 
 def _fill(name: str, value: float) -> Callable[[Mapping[str, Tensor]], object]:

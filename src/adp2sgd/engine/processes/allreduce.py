@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from adp2sgd.engine.processes.worker import Worker
+from adp2sgd.engine.processes.worker import ProcessWorker
 from adp2sgd.engine.speeds import round_seconds
 from adp2sgd.errors import LedgerError
 from adp2sgd.exchange.assembly import Assembly, StrandedError
 from adp2sgd.progress import Count, Key, Progress, from_rows, to_rows
 
 
-class SyncWorker(Worker):
+class SyncWorker(ProcessWorker):
     """One learner of SYNC. One whose budget is spent takes part with unchanged weights.
 
     A round's last meeting carries everybody's step count and wish to end, so that all end after the same round.

@@ -14,7 +14,7 @@ from adp2sgd.engine.compute import Compute, pick_device
 from adp2sgd.engine.processes.allreduce import SyncWorker
 from adp2sgd.engine.processes.control import Place, last_words, line_of
 from adp2sgd.engine.processes.handover import unpack
-from adp2sgd.engine.processes.worker import Worker
+from adp2sgd.engine.processes.worker import ProcessWorker
 from adp2sgd.engine.site import Site
 from adp2sgd.errors import Adp2sgdError, withholding
 from adp2sgd.exchange.shared import Post
@@ -22,7 +22,7 @@ from adp2sgd.run_folder import Folder
 
 SWITCH_S = 0.0005  # how long Python's training thread may keep the exchange thread from answering
 FAILED = 3  # exit code: the error was reported, and a restart would not help
-WORKERS: dict[str, type[Worker]] = {"adpsgd": Worker, "sync": SyncWorker}
+WORKERS: dict[str, type[ProcessWorker]] = {"adpsgd": ProcessWorker, "sync": SyncWorker}
 
 
 def live(order: dict[str, Any], memories: list[int], task: int, records: int) -> int:

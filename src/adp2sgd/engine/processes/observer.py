@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adp2sgd.engine.evaluate import Metrics, evaluate
+from adp2sgd.engine.evaluate import Figures, evaluate
 from adp2sgd.engine.processes.control import OBSERVER, line_of
 from adp2sgd.engine.setup import Setup
 from adp2sgd.errors import reason
@@ -128,8 +128,8 @@ class Observer(threading.Thread):
 
     def _look(self) -> None:
         mean = self.gather()
-        metrics = self._metrics(mean.theta) if 2 * mean.learners >= self._asked else None
-        if metrics is None:
+        metrics = self._metrics(mean.theta) if 2 * mean.learners >= self._asked else {}
+        if not metrics:
             return
         steps = sum(mean.counts.values())
         self._seen = max(self._seen, steps)
@@ -141,8 +141,7 @@ class Observer(threading.Thread):
             global_steps=steps,
             epoch=self._setup.plan.epoch(steps),
             seconds=mean.seconds,
-            loss=metrics.loss,
-            accuracy=metrics.accuracy,
+            metrics=metrics,
             consensus=mean.consensus,
             learners=mean.learners if mean.learners < self._asked else None,
         )
@@ -188,15 +187,7 @@ class Observer(threading.Thread):
         state = memory.slots[LOOK].to(self._setup.compute.device, copy=True)
         return state if memory.sequence(LOOK) == sequence else None
 
-    def _metrics(self, theta: Tensor) -> Metrics | None:
-        """On all held-out records; None if the run ended meanwhile."""
-        task, loss, accuracy = self._setup.task, 0.0, 0.0
-        records = len(task.test)
-        classes = task.metric == "accuracy"
-        for rows in torch.arange(records).split(PIECE):
-            if self._closing:
-                return None
-            part = evaluate(self._setup.compute.model, task, theta, rows)
-            loss += part.loss * len(rows) / records
-            accuracy += (part.accuracy or 0.0) * len(rows) / records
-        return Metrics(loss, accuracy if classes else None)
+    def _metrics(self, theta: Tensor) -> Figures:
+        """On all held-out records; none if the run ended meanwhile."""
+        setup = self._setup
+        return evaluate(setup.compute.model, setup.task, theta, most=PIECE, stop=lambda: self._closing)

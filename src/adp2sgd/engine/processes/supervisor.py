@@ -22,8 +22,8 @@ from adp2sgd.engine.processes.forkserver import ForkServer
 from adp2sgd.engine.processes.handover import pack
 from adp2sgd.engine.processes.observer import Observer
 from adp2sgd.engine.processes.seat import Seat
-from adp2sgd.engine.processes.spending import Spending
 from adp2sgd.engine.setup import Setup
+from adp2sgd.engine.spending import Spending
 from adp2sgd.engine.status import Counters, LearnerStatus, RunStatus
 from adp2sgd.errors import DivergedError, PrivacyError, RunError
 from adp2sgd.exchange.shared import Post, make_mail

@@ -29,6 +29,8 @@ from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.randomness.streams import Streams
 from adp2sgd.run_folder import Folder, LearnerResult, Point, Run
+from adp2sgd.task import Task
+from adp2sgd.tasks import named
 
 MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 
@@ -37,6 +39,7 @@ MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 class Account:
     """A learner after its end: its ledger has the last word on what was spent."""
 
+    number: int
     budget: Budget | None
     noise_source: str
 
@@ -45,12 +48,15 @@ def train(
     config: Config,
     folder: str | Path | None = None,
     *,
+    task: Task | None = None,
     resume: bool = False,
     exchange: bool = True,
     on_status: Callable[[RunStatus], None] | None = None,
     patience: Patience | None = None,
 ) -> Run:
     """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
+
+    `task` is the task itself, instead of the one that `config.task` names.
 
     `resume` goes on from the learners' last checkpoints, with their own ledgers and fresh noise. Without `exchange`
     the learners never meet: what benchmarks compare with.
@@ -60,14 +66,16 @@ def train(
         raise ConfigError(f"learners = {config.learners} is too many for train ({MOST_LEARNERS} at most); use simulate")
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
-            run = train(config, Path(scratch) / "run", exchange=exchange, on_status=on_status, patience=patience)
-            return replace(run, folder=None)
+            given: dict[str, Any] = {"exchange": exchange, "on_status": on_status, "patience": patience}
+            return replace(train(config, Path(scratch) / "run", task=task, **given), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
-        return _train(config, folder, resume, exchange, callback(on_status or (lambda _: None)), patience)
+        on_status = callback(on_status or (lambda _: None))
+        return _train(named(config, task), task, folder, resume, exchange, on_status, patience)
 
 
 def _train(
     config: Config,
+    task: Task | None,
     folder: str | Path,
     resume: bool,
     exchange: bool,
@@ -75,7 +83,9 @@ def _train(
     patience: Patience | None,
 ) -> Run:
     kept = _read_session(Folder.open(folder)) if resume else {}
-    setup = prepare(config, kept.get("seed"), resumed=resume)  # before the folder: a wrong task leaves nothing behind
+    setup = prepare(
+        config, task, kept.get("seed"), resumed=resume
+    )  # before the folder: a wrong task leaves nothing behind
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     with home.held():
         if resume:
@@ -160,8 +170,7 @@ def _evaluated(supervisor: Supervisor, home: Folder, theta: Tensor) -> Run:
         global_steps=steps,
         epoch=setup.plan.epoch(steps),
         seconds=supervisor.seconds,
-        loss=metrics.loss,
-        accuracy=metrics.accuracy,
+        metrics=metrics,
         consensus=consensus([state.to(setup.compute.device) for state in states.values()], theta),
     )
     curve = (*(each for each in supervisor.curve if each.global_steps < steps), point)
@@ -172,12 +181,13 @@ def _evaluated(supervisor: Supervisor, home: Folder, theta: Tensor) -> Run:
 def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Account:
     source = Streams(setup.plan.config.seed, learner)("noise", 0).name_on(setup.compute.device)
     if setup.plan.config.privacy.mode != "private":
-        return Account(None, source)
+        return Account(learner, None, source)
     try:
-        return Account(read_budget(setup.plan, learner, setup.site_names[learner], home.learner(learner)), source)
+        budget = read_budget(setup.plan, learner, setup.site_names[learner], home.learner(learner))
+        return Account(learner, budget, source)
     except LedgerError as error:
         notes.append(f"learner {learner}: {error}")
-        return Account(None, source)
+        return Account(learner, None, source)
 
 
 def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: Account) -> LearnerResult:
@@ -186,7 +196,7 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
     if state is None:
         saved = learner_checkpoint.load(home, seat.learner)
         state = saved.state if saved is not None and saved.tensors else None
-    metrics = Figures() if state is None else setup.held_out.figures(state.to(setup.compute.device))
+    metrics: Figures = {} if state is None else setup.held_out.figures(state.to(setup.compute.device))
     return LearnerResult(
         learner=seat.learner,
         steps=steps,
@@ -200,8 +210,7 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
         unconfirmed=totals.unconfirmed,
         bytes_sent=totals.bytes_sent,
         partners=totals.partners,
-        loss=metrics.loss,
-        accuracy=metrics.accuracy,
+        metrics=metrics,
         expired=totals.expired,
         halves=totals.halves + seat.died,
         restarts=seat.restarts,

@@ -36,6 +36,8 @@ from adp2sgd.errors import InterruptedRunError, callback, telling_no_values
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
 from adp2sgd.exchange.protocol import Busy, Exchange, Message
 from adp2sgd.run_folder import Folder, LearnerResult, Point, Run
+from adp2sgd.task import Task
+from adp2sgd.tasks import named
 
 STATUSES = 1000  # calls of `on_status` in a run, at least
 STATUS_S = 1.0  # real time between two of them, at most
@@ -45,26 +47,30 @@ def simulate(
     config: Config,
     folder: str | Path | None = None,
     *,
+    task: Task | None = None,
     resume: bool = False,
     on_status: Callable[[RunStatus], None] | None = None,
 ) -> Run:
     """Run `config` in virtual time. `folder` keeps the record; without it nothing is left behind.
 
+    `task` is the task itself, instead of the one that `config.task` names.
+
     `resume` goes on from the folder's last checkpoint: a seeded run ends exactly as if it had not been interrupted.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
-            return replace(simulate(config, Path(scratch) / "run", on_status=on_status), folder=None)
+            return replace(simulate(config, Path(scratch) / "run", task=task, on_status=on_status), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
-        return _simulate(config, folder, resume, callback(on_status or (lambda _: None)))
+        return _simulate(named(config, task), task, folder, resume, callback(on_status or (lambda _: None)))
 
 
-def _simulate(config: Config, folder: str | Path, resume: bool, on_status: Callable[[RunStatus], None]) -> Run:
+def _simulate(
+    config: Config, task: Task | None, folder: str | Path, resume: bool, on_status: Callable[[RunStatus], None]
+) -> Run:
     kind = Synchronous if config.algorithm == "sync" else Asynchronous
     saved = checkpoint.read(Folder.open(folder)) if resume else None
-    setup = prepare(
-        config, saved.seed if saved else None, resumed=resume
-    )  # before the folder: a wrong task leaves nothing behind
+    # Before the folder is made: a wrong task leaves nothing behind.
+    setup = prepare(config, task, saved.seed if saved else None, resumed=resume)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     simulation = kind(setup, home, StatusFile(home, on_status))
     with (
@@ -215,8 +221,7 @@ class Simulation:
             global_steps=self.global_steps,
             epoch=self.setup.plan.epoch(self.global_steps),
             seconds=self.time,
-            loss=metrics.loss,
-            accuracy=metrics.accuracy,
+            metrics=metrics,
             consensus=consensus(states, theta),
         )
         self.curve.append(point)
@@ -273,8 +278,7 @@ class Simulation:
             unconfirmed=counters.unconfirmed,
             bytes_sent=counters.bytes_sent,
             partners=counters.partners,
-            loss=metrics.loss,
-            accuracy=metrics.accuracy,
+            metrics=metrics,
             clip_norm=learner.clip_norm,
             **(learner.budget.figures() if learner.budget is not None else {}),
         )

@@ -25,12 +25,12 @@ from adp2sgd.engine import simulate, train
 from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
+from adp2sgd.losses import cross_entropy
 from adp2sgd.privacy import ledger
 from adp2sgd.privacy.accountant import epsilon
 from adp2sgd.privacy.mechanism import SampledGaussian
 from adp2sgd.privacy.spent import spent_in
 from adp2sgd.randomness.streams import Streams
-from adp2sgd.task import cross_entropy
 from conftest import ROOT
 from data_files import SHARED
 
@@ -160,9 +160,9 @@ def test_epsilon_ledger_and_words_are_those_of_the_unit(tmp_path: Path) -> None:
         assert learner.max_steps is not None
         own = epsilon(SampledGaussian(2.0, 10 / count), learner.max_steps, 1e-5)
         assert learner.epsilon == pytest.approx(own.epsilon)
-    assert run.guarantee["unit"] == "patient_id"
-    assert "per patient_id" in run.guarantee["text"]
-    assert "no patient_id lies at two learners" in run.guarantee["text"]
+    assert run.guarantee.unit == "patient_id"
+    assert "per patient_id" in str(run.guarantee)
+    assert "no patient_id lies at two learners" in str(run.guarantee)
     assert run.global_steps == pytest.approx(3 * sum(counts) / 10, abs=2)  # an epoch draws every patient once
     assert {row.unit for row in spent_in(tmp_path / "run")} == {"patient_id"}
     assert json.loads((tmp_path / "run/learner-0/ledger.jsonl").read_text().splitlines()[0])["unit"] == "patient_id"
@@ -172,9 +172,9 @@ def test_units_with_fixed_work_and_a_clip_norm_that_adapts_learn_in_processes_to
     folder = two_clinics(tmp_path)
     config = per_patient(folder, fixed_work=True, clip_quantile=0.5, count_noise=4.0, records_per_unit=3)
     run = train(config.replace(epochs=1.0), tmp_path / "run")
-    assert run.guarantee["unit"] == "patient_id"
+    assert run.guarantee.unit == "patient_id"
     assert all(learner.clip_norm not in (None, 1.0) for learner in run.learners)
-    assert all(learner.epsilon == pytest.approx(run.guarantee["epsilon"], rel=0.2) for learner in run.learners)
+    assert all(learner.epsilon == pytest.approx(run.guarantee.epsilon, rel=0.2) for learner in run.learners)
 
 
 def test_a_unit_at_two_learners_is_refused(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_unit_at_two_learners_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="a patient_id has records at north and at south") as caught:
         simulate(per_patient(folder))
     assert "\n" not in str(caught.value)
-    assert simulate(per_patient(folder).replace(data=Data())).guarantee["unit"] == "patient_id"  # dealt out anew
+    assert simulate(per_patient(folder).replace(data=Data())).guarantee.unit == "patient_id"  # dealt out anew
 
 
 def test_a_ledger_is_for_one_unit(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_records_that_seem_to_be_of_people_raise_a_question(tmp_path: Path) -> N
     options = {**config.options, "ignore": ["patient_id"]}
     del options["unit"]
     run = simulate(config.replace(options=options))
-    assert "per record" in run.guarantee["text"]
+    assert "per record" in str(run.guarantee)
     [note] = [note for note in run.notes if "patient_id" in note]
     assert 'set options.unit = "patient_id"' in note
     with pytest.raises(ConfigError, match="records_per_unit = 2 means nothing for data without units"):
@@ -226,6 +226,6 @@ def test_the_example_of_repeat_visits_runs(tmp_path: Path) -> None:
     script = repeat_visits()
     assert script.write_visits(tmp_path, str(SHARED)) > 2000
     runs = script.compare(tmp_path, epochs=8)
-    assert [run.guarantee["unit"] for run in runs.values()] == ["record", "patient_id"]
-    assert all(run.guarantee["epsilon"] <= 3 for run in runs.values())
+    assert [run.guarantee.unit for run in runs.values()] == ["record", "patient_id"]
+    assert all(run.guarantee.epsilon <= 3 for run in runs.values())
     assert runs["per-patient"].accuracy > 0.7

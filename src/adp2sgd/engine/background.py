@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.compute import Compute
-from adp2sgd.engine.evaluate import Metrics, evaluate
+from adp2sgd.engine.evaluate import Figures, evaluate
 from adp2sgd.engine.site import Site
 from adp2sgd.errors import reason
 from adp2sgd.files import to_json
@@ -35,7 +35,7 @@ class Background(threading.Thread):
     ) -> None:  # fmt: skip
         """`snapshot` gives a copy of the learner's model, whatever it is doing, and `counts` the steps behind it."""
         super().__init__(name="background", daemon=True)
-        self.metrics: Metrics | None = None
+        self.metrics: Figures = {}
         self.trouble: str | None = None
         self._site = site
         self._device = compute.device

@@ -1,0 +1,1 @@
+"""One site on the network: it meets its neighbours over TLS and trains with them."""

@@ -1,0 +1,108 @@
+"""What a site tells a peer at first contact, and what it must agree with: version, run, model, initial weights, ε.
+
+Implements `exchange.handshake.Identity`. Certificates, roster and revocations are `identity/`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from adp2sgd.config import Config, differing
+from adp2sgd.engine.status import PublicStatus
+from adp2sgd.errors import RefusedError
+from adp2sgd.flat import FlatModel
+from adp2sgd.identity.credentials import Credentials
+from adp2sgd.progress import Progress, from_rows, to_rows
+
+PROTOCOL = 1  # neighbouring versions work together
+
+
+def model_facts(model: FlatModel) -> dict[str, str]:
+    """Digests of the model's shape and of its present weights: equal at two sites that started alike."""
+    shape = [(name, list(each.shape), str(each.dtype)) for name, each in model.module.named_parameters()]
+    weights = torch.cat([model.weights, model.buffers]).cpu().contiguous().view(torch.uint8).numpy()
+    return {
+        "shape": hashlib.sha256(repr(shape).encode()).hexdigest(),
+        "weights": hashlib.sha256(weights.data).hexdigest(),
+    }
+
+
+class Introduction:
+    """One site's. `heard` holds what each peer has told last. All methods may be called from any thread."""
+
+    def __init__(
+        self, credentials: Credentials, run: Config, model: dict[str, str], progress: Progress,
+        status: Callable[[], PublicStatus],
+    ) -> None:  # fmt: skip
+        """`run`: as in run.toml, without anything of this site. `model`: its `model_facts` at the initial weights."""
+        self.heard: dict[str, PublicStatus] = {}
+        self.numbers: dict[str, dict[str, int]] = {}  # of a peer's roster and lists
+        self._credentials, self._model, self._progress, self._status = credentials, model, progress, status
+        self._run = run
+        self._text = run.to_toml()
+        self._mutex = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return self._credentials.name
+
+    def server_context(self) -> ssl.SSLContext:
+        return self._credentials.server_context()
+
+    def client_context(self) -> ssl.SSLContext:
+        return self._credentials.client_context()
+
+    def verify(self, peer_certificate_der: bytes) -> str:
+        return self._credentials.verify(peer_certificate_der)
+
+    def hello(self) -> dict[str, Any]:
+        return {
+            "protocol": PROTOCOL,
+            "run": self._text,
+            "model": self._model,
+            "status": asdict(self._status()),
+            "progress": to_rows(self._progress.counts()),
+            "numbers": self._credentials.numbers,
+        }
+
+    def check_hello(self, theirs: Mapping[str, Any]) -> None:
+        try:
+            status = PublicStatus(**theirs["status"])
+            numbers = {str(key): int(value) for key, value in theirs["numbers"].items()}
+            counts = from_rows(theirs["progress"])
+            protocol, text, model = int(theirs["protocol"]), str(theirs["run"]), dict(theirs["model"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise RefusedError("its HELLO lacks what this release needs; use the same release at both sites") from None
+        if abs(protocol - PROTOCOL) > 1:
+            raise RefusedError(f"protocol version {protocol} there and {PROTOCOL} here; use neighbouring releases")
+        self._compare_runs(text)
+        for key, words in (("shape", "the model has another shape"), ("weights", "the initial weights differ")):
+            if model.get(key) != self._model[key]:
+                raise RefusedError(f"{words} at {self.name} and at {status.site}; compare the task's options")
+        self._check_epsilon(status)
+        with self._mutex:
+            self.heard[status.site], self.numbers[status.site] = status, numbers
+        self._progress.merge(counts)
+
+    def _compare_runs(self, text: str) -> None:
+        try:
+            found = differing(self._text, text)
+        except ValueError:
+            raise RefusedError("its run.toml cannot be read; use neighbouring releases") from None
+        if found is not None:
+            key, here, there = found
+            raise RefusedError(f"run.toml differs in {key}: {here} at {self.name}, {there} at the other site")
+
+    def _check_epsilon(self, status: PublicStatus) -> None:
+        most = self._run.consortium.epsilon
+        if most is None or self._run.privacy.mode != "private":
+            return
+        if status.epsilon is None or status.epsilon > most:
+            raise RefusedError(f"site {status.site} states ε = {status.epsilon}, but members accept {most:g} at most")

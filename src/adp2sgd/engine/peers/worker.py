@@ -1,0 +1,176 @@
+"""One site's learner among its peers: the common worker, over TLS links. At the end it settles with neighbours."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adp2sgd.config import Config
+from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine.compute import Compute
+from adp2sgd.engine.interrupt import Interrupt
+from adp2sgd.engine.peers.attendance import Attendance
+from adp2sgd.engine.peers.direction import SiteDirection
+from adp2sgd.engine.peers.introduction import Introduction
+from adp2sgd.engine.peers.membership import Membership
+from adp2sgd.engine.peers.session import Session
+from adp2sgd.engine.peers.settle import Settling
+from adp2sgd.engine.site import Site
+from adp2sgd.engine.status import PublicStatus, RunStatus
+from adp2sgd.engine.worker import LINGER_S, LOOK_AROUND_S, Worker
+from adp2sgd.exchange.duplex import DuplexExchange
+from adp2sgd.exchange.handshake import Address
+from adp2sgd.exchange.network import NetworkCarrier
+from adp2sgd.identity.credentials import Credentials
+from adp2sgd.run_folder import Folder
+
+MEET_FRESH_S = 2.0  # how long a new site waits for a neighbour that may be ahead of it
+MEET_AGAIN_S = 10.0  # how long a site that comes back waits for a neighbour's model before it uses its own checkpoint
+ALONE_S = 30.0  # how long a site that may not step any more waits for neighbours that it has lost
+WIRES = {"float32": None, "bfloat16": torch.bfloat16}  # None: as the model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """`others`: the site's neighbours, who are all that it has links with."""
+
+    learner: int
+    start: int
+    others: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Terms:
+    """Under which a site takes part."""
+
+    run: Config  # as in run.toml, without anything of this site
+    credentials: Credentials
+    model: dict[str, str]  # `model_facts` at the initial weights
+    listen: tuple[Address, ...]
+
+
+class SiteWorker(Worker):
+    """`met_at` tells when each neighbour was last exchanged with (monotonic seconds)."""
+
+    carrier: NetworkCarrier
+    control: SiteDirection
+
+    def __init__(
+        self,
+        site: Site,
+        compute: Compute,
+        folder: Folder,
+        terms: Terms,
+        session: Session,
+        *,
+        interrupt: Interrupt,
+        on_status: Callable[[RunStatus], None],
+    ) -> None:
+        self.terms, self.session = terms, session
+        self._interrupt, self._on_status = interrupt, on_status
+        self.settling = Settling(terms.run.consortium.tolerance)
+        self.met_at: dict[int, float] = {}
+        edges = site.plan.graph.edges
+        others = sorted({i + j - site.number for i, j in edges if site.number in (i, j)})
+        place = Place(learner=site.number, start=session.start, others=others)
+        super().__init__(site, compute, folder, place, mode="comeback" if session.start else "fresh")
+
+    def connect(self) -> None:
+        terms, me = self.terms, self.place.learner
+        self.introduction = Introduction(
+            terms.credentials, terms.run, terms.model, self.learner.progress, self._public_status
+        )
+        self.attendance = Attendance(self, terms.credentials.roster.names)
+        self.carrier = NetworkCarrier(
+            self.learner, me, self.introduction,
+            listen=terms.listen, dtype=WIRES[terms.run.consortium.wire], on_event=self.attendance.note,
+        )  # fmt: skip
+        self.membership = Membership(terms.credentials, self.introduction, self.carrier, me, set(self.place.others))
+        self.exchange = DuplexExchange(self.learner, self.carrier, first=self.first_number)
+        self.exchange.watch = self._watch_exchange
+        self.control = SiteDirection(self, self._interrupt, self._on_status)
+
+    @property
+    def linked(self) -> list[int]:
+        """The neighbours that can be reached now."""
+        return [each.peer.number for each in self.carrier.status() if each.up]
+
+    @property
+    def linger_s(self) -> float:
+        return LINGER_S if self.linked or not self._expected else ALONE_S
+
+    @property
+    def _expected(self) -> list[int]:
+        """Neighbours that came, have not stopped, and may come back."""
+        came = self.attendance.came
+        return [k for k in self.place.others if k in came and not self.learner.progress.stopped(k)]
+
+    def wait_for_the_others(self) -> None:
+        """Settle: only average, until neighbours are close; keep answering until nobody asks."""
+        self.state = "settling"
+        self.settling.begin()
+        turn = 0
+        while not self.control.over.wait(LOOK_AROUND_S / 4):
+            self._look_around()
+            linked = self.linked
+            deadline_s = max((self.carrier.deadline_s(each) for each in linked), default=ALONE_S / 10)
+            waits = bool(self._expected) and not linked
+            if self._quiet_for(0.0) and self.settling.over(linked, deadline_s, waits=waits):
+                return
+            wanted = self.settling.open(linked) or linked
+            if wanted and not self.exchange.occupied:
+                self.exchanges.want(wanted[turn % len(wanted)])
+                turn += 1
+
+    def find_model(self) -> None:
+        """A site that comes back, or comes late, copies a neighbour's model first. The counts of its checkpoint hold in
+        any case."""
+        if self.mode == "fresh":
+            self._wait_for_links(MEET_FRESH_S)
+            if self.learner.progress.total and self.linked:
+                self._copy_late()
+            return
+        saved = learner_checkpoint.load(self.folder, self.place.learner)
+        if saved is not None and saved.tensors:
+            self.learner.progress.restore(saved.counts)
+        self._wait_for_links(MEET_AGAIN_S)
+        super().find_model()
+
+    def rest(self) -> None:
+        self.control.beat()
+
+    def _public_status(self) -> PublicStatus:
+        budget, stopped = self.learner.budget, self.learner.progress.stopped(self.place.learner)
+        if budget is None:
+            return PublicStatus(site=self.terms.credentials.name, stopped=stopped)
+        policy = budget.plan.policy
+        return PublicStatus(
+            site=self.terms.credentials.name, stopped=stopped, epsilon=policy.epsilon, delta=policy.delta
+        )
+
+    def _copy_late(self) -> None:
+        self.exchange.lost = True
+        if self._copy_from_somebody():
+            self.notes.append(f"came when others had taken {self.learner.progress.total:,} steps, and copied a model")
+        self.exchange.lost = False
+
+    def _copy_from_somebody(self) -> bool:
+        linked = self.linked
+        random.shuffle(linked)
+        return any(self.exchanges.fetch(other) for _ in range(2) for other in linked)
+
+    def _wait_for_links(self, seconds: float) -> None:
+        """Until one neighbour is there; not at all without neighbours."""
+        end = time.monotonic() + seconds
+        while self.place.others and not self.linked and time.monotonic() < end:
+            if self.control.over.wait(0.02):
+                return
+
+    def _watch_exchange(self, partner: int, mine: Tensor, theirs: Tensor) -> None:
+        self.met_at[partner] = time.monotonic()
+        self.settling.note(partner, mine, theirs)

@@ -1,0 +1,202 @@
+"""A consortium of four hospitals in a temporary folder: certificates, files, records in the heart data's format, and
+real processes that join over TLS."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from adp2sgd.engine.status import RunStatus, read_status
+from adp2sgd.identity.authority import Authority
+from adp2sgd.run_folder import Folder, Run, read_result
+
+NAMES = ("cleveland", "hungarian", "switzerland", "va")
+PATIENTS = {"cleveland": 303, "hungarian": 294, "switzerland": 123, "va": 200}
+
+
+def made_heart(root: Path) -> Path:
+    """Files in the format of the heart data, with a disease that age, heart rate and chest pain foretell."""
+    folder = root / "heart_disease"
+    folder.mkdir()
+    for seed, name in enumerate(NAMES):
+        draw = random.Random(seed)
+        lines = []
+        for _ in range(PATIENTS[name]):
+            sick = draw.random() < 0.5
+            age, rate = draw.gauss(58 if sick else 48, 8), draw.gauss(125 if sick else 160, 18)
+            pain, angina = (4, 1) if draw.random() < (0.75 if sick else 0.2) else (draw.choice((1, 2, 3)), 0)
+            values = [
+                f"{age:.1f}",
+                draw.choice("01"),
+                pain,
+                130,
+                240,
+                0,
+                0,
+                f"{rate:.0f}",
+                angina,
+                f"{draw.random():.2f}",
+            ]
+            lines.append(",".join(map(str, [*values, "?", "?", "?", int(sick)])))
+        (folder / f"processed.{name}.data").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+class Nursery:
+    """The package's own, in a process that has run nothing else."""
+
+    def __init__(self) -> None:
+        program = "from adp2sgd.engine.peers.nursery import main; main()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._answer()
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+
+
+class Hospitals:
+    """`start`, `kill` and `wait` act on sites by name; results and statuses come from their folders."""
+
+    def __init__(self, root: Path, nursery: Nursery, data: Path, *, names: tuple[str, ...] = NAMES, **run: Any) -> None:
+        """`run`: tables of run.toml that replace or add to those of `_run`."""
+        self.root, self.names, self.nursery = root, names, nursery
+        self.authority = Authority.create(root / "consortium", "Heart")
+        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
+        for name in names:
+            self.authority.issue(name, days=30, addresses=(f"127.0.0.1:{self.ports[name]}",))
+            self.write_site(name, data)
+        self.run_file = root / "run.toml"
+        self.write_run(**run)
+        self.pids: dict[str, int] = {}
+
+    def write_run(self, **run: Any) -> None:
+        tables: dict[str, Any] = {
+            "task": "heart/logistic", "learners": len(self.names), "epochs": 20, "batch_size": 16,
+            "evaluate_every": 5, "checkpoint_every": 2, "topology": {"graph": "complete"}, "optimizer": {"lr": 0.1},
+            "consortium": {"total_samples": 700, "init_seed": 0},
+        }  # fmt: skip
+        self.run_file.write_text(tomli_w.dumps({**tables, **run}))
+
+    def write_site(self, name: str, data: Path, **more: Any) -> None:
+        tables = {
+            "name": name, "listen": [f"127.0.0.1:{self.ports[name]}"], "records": max(16, PATIENTS[name] * 3 // 4),
+            "device": "cpu", "options": {"data_dir": str(data), "hospitals": [name]},
+        }  # fmt: skip
+        self.site_file(name).write_text(tomli_w.dumps({**tables, **more}))
+
+    def site_file(self, name: str) -> Path:
+        return self.authority.site_folder(name) / "site.toml"
+
+    def folder(self, name: str) -> Path:
+        return self.root / "runs" / name
+
+    def log(self, name: str) -> str:
+        path = self.root / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def start(self, *names: str) -> None:
+        for name in names or self.names:
+            answer = self.nursery.ask(
+                do="start", name=name, run=str(self.run_file), site=str(self.site_file(name)),
+                out=str(self.folder(name)), log=str(self.root / f"{name}.log"),
+            )  # fmt: skip
+            self.pids[name] = answer["pid"]
+
+    def kill(self, name: str) -> None:
+        os.kill(self.pids[name], signal.SIGKILL)
+
+    def codes(self) -> dict[str, int]:
+        found: dict[str, int] = self.nursery.ask(do="reap")["codes"]
+        return found
+
+    def wait(self, *names: str, timeout_s: float = 90.0) -> None:
+        """Until these sites have ended well."""
+        names = names or self.names
+        until(lambda: all(name in self.codes() for name in names), timeout_s, self.told)
+        codes = self.codes()
+        assert all(codes[name] == 0 for name in names), self.told()
+
+    def told(self) -> str:
+        return "\n".join(f"{name}: {self.status(name)}\n{self.log(name)}" for name in self.names)
+
+    def status(self, name: str) -> RunStatus | None:
+        if not (self.folder(name) / "config.toml").exists():
+            return None
+        return read_status(Folder.open(self.folder(name)))
+
+    def steps(self, name: str) -> int:
+        """The site's own, in all its starts."""
+        status = self.status(name)
+        return 0 if status is None else status.learners[self.names.index(name)].counters.steps
+
+    def notes(self, name: str) -> str:
+        status = self.status(name)
+        return (
+            "" if status is None else "\n".join([*status.notes, *(n for each in status.learners for n in each.notes)])
+        )
+
+    def result(self, name: str) -> Run:
+        return read_result(self.folder(name))
+
+
+def until(holds: Callable[[], bool], timeout_s: float, told: Callable[[], str] = lambda: "") -> float:
+    """Wait; returns the seconds that it took."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < timeout_s, told()
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+@pytest.fixture(scope="session", name="made_data")
+def fixture_made_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_heart(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(name="hospitals")
+def fixture_hospitals(tmp_path: Path, made_data: Path) -> Iterator[Callable[..., Hospitals]]:
+    """Makes a consortium; whatever is still running is killed after the test."""
+    nursery = Nursery()
+
+    def make(folder: str = "", **run: Any) -> Hospitals:
+        root = tmp_path / folder
+        root.mkdir(exist_ok=True)
+        return Hospitals(root, nursery, run.pop("data", made_data), **run)
+
+    yield make
+    nursery.close()

@@ -1,0 +1,94 @@
+"""Four hospitals that join over TLS, each a real process with its own certificate and its own records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hospitals import NAMES, Hospitals, fixture_hospitals, fixture_made_data, until  # noqa: F401
+from safetensors.torch import load_file
+
+from adp2sgd.privacy.ledger import read as read_ledger
+from conftest import adp2sgd
+
+pytestmark = pytest.mark.integration
+DECLARED = {"cleveland": 227, "hungarian": 220, "switzerland": 92, "va": 150}
+PRIVATE = {"mode": "private", "epsilon": 3.0, "delta": 1e-4}
+
+
+def models(hospitals: Hospitals) -> list[torch.Tensor]:
+    found = [load_file(hospitals.folder(name) / "model.safetensors") for name in hospitals.names]
+    return [torch.cat([each.flatten() for each in model.values()]) for model in found]
+
+
+def test_four_sites_end_with_one_model_and_a_result_each(hospitals: Callable[..., Hospitals], tmp_path: Path) -> None:
+    made = hospitals()
+    made.start()
+    made.wait()
+    one, *others = models(made)
+    for other in others:
+        assert float(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(one)) < 1e-3
+    for number, name in enumerate(NAMES):
+        run = made.result(name)
+        assert run.accuracy is not None
+        assert run.accuracy > 0.7
+        assert run.global_steps >= 20 * 700 // 16
+        assert sum(each.steps for each in run.learners) == run.global_steps
+        assert [each.site for each in run.learners] == list(NAMES)
+        assert run.learners[number].exchanges > 0
+        assert any("tolerance 0.001" in note for note in run.notes), "the remaining distance is stated"
+    shown = adp2sgd("status", str(made.folder("va")), cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    for word in (*NAMES, "not running", "steps", "last exchange"):
+        assert word in shown.stdout
+    again = adp2sgd("join", str(made.run_file), "--site", str(made.site_file("va")), "--out", str(made.folder("va")),
+                    cwd=tmp_path)  # fmt: skip
+    assert again.returncode == 2
+    assert "finished run" in again.stderr
+
+
+def test_private_sites_killed_at_any_instant_go_on_and_no_privacy_is_undercounted(
+    hospitals: Callable[..., Hospitals],
+) -> None:
+    """Every site is killed −9 in turn and started by the same command."""
+    made = hospitals(privacy=PRIVATE, speeds={"step_s": 0.05, "pad": True}, epochs=12)
+    made.start()
+    for name in NAMES:
+        before = made.steps(name)
+        until(lambda name=name, before=before: made.steps(name) >= before + 5, 60, made.told)
+        made.kill(name)
+        until(lambda name=name: name in made.codes(), 10)
+        made.start(name)
+    made.wait()
+    for number, name in enumerate(NAMES):
+        run, folder = made.result(name), made.folder(name)
+        own = run.learners[number]
+        assert own.restarts == 1
+        plan = json.loads((folder / f"learner-{number}" / "plan.json").read_text())
+        account = read_ledger(made.authority.site_folder(name) / "ledger" / f"heart-{name}.jsonl")
+        ((mechanism, counted),) = account.spent().parts
+        assert mechanism.sample_rate == 16 / max(
+            16, {"cleveland": 227, "hungarian": 220, "switzerland": 92, "va": 150}[name]
+        )
+        assert own.steps <= counted <= min(plan["max_steps"], own.steps + 2 * account.block)
+        assert run.guarantee["epsilon"] <= 3.0
+        assert run.guarantee["epsilon_spent"] == pytest.approx(account.policy.spent(account.spent()).epsilon)
+        assert run.guarantee["steps"] == counted
+        assert not list(folder.rglob("*.lock"))
+    one, *others = models(made)
+    for other in others:
+        assert float(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(one)) < 1e-3
+
+
+def test_a_site_alone_trains_on_and_names_those_that_never_came(hospitals: Callable[..., Hospitals]) -> None:
+    made = hospitals(epochs=3)
+    made.start("va")
+    made.wait("va")
+    run = made.result("va")
+    assert run.learners[3].steps == run.global_steps >= 3 * 700 // 16
+    for name in NAMES[:3]:
+        assert f"site {name} never came" in run.notes
+    assert [each.state for each in run.learners[:3]] == ["never came"] * 3
