@@ -42,8 +42,8 @@ def measure(learners: dict[bool, Learner], steps: int, *, wall: bool) -> dict[bo
             took = clock() - began
             learner.steps += 1
             if step >= 10:
-                drawn = learner._batches.counted(learner.rows)
-                found[fixed].append((len(learner.rows) if drawn is None else drawn, took))
+                drawn = learner.sampler.batches.counted(learner.sampler.rows)
+                found[fixed].append((len(learner.sampler.rows) if drawn is None else drawn, took))
     return found
 
 
@@ -71,7 +71,7 @@ def main() -> None:
         "task": chosen.task,
         "clipper": chosen.clipper,
         "batch": chosen.batch,
-        "rows": learners[True]._batches.rows,
+        "rows": learners[True].sampler.batches.rows,
         "correlation": {str(fixed): correlation(steps) for fixed, steps in found.items()},
         "ms": {str(fixed): 1e3 * median for fixed, median in medians.items()},
         "ratio": medians[True] / medians[False],

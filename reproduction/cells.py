@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adp2sgd import files
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.errors import Adp2sgdError, ConfigError, InterruptedRunError, RunError
 from adp2sgd.files import replacing
@@ -203,14 +204,10 @@ def device_name(device: str) -> str:
 @contextmanager
 def _alone(scratch: Path) -> Iterator[None]:
     """The only process that measures this cell; another one is refused. The kernel frees the lock if we are killed."""
-    import fcntl
-
     scratch.mkdir(parents=True, exist_ok=True)
     root = next(parent for parent in scratch.parents if parent.name == RUNNING)
     (root / ".gitignore").write_text("*\n", encoding="utf-8")
-    with (scratch / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(f"{scratch.name} is being measured by another process; wait for it") from None
+    with (scratch / "lock").open("w") as file:
+        if not files.lock(file.fileno()):
+            raise RunError(f"{scratch.name} is being measured by another process; wait for it")
         yield

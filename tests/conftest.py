@@ -8,21 +8,28 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from torch import Tensor
 
-from adp2sgd.config import Config, Optimizer
+from adp2sgd import config
+from adp2sgd.config import Config
 from adp2sgd.data import cifar10, heart
-from adp2sgd.data.batches import PoissonBatches
+from adp2sgd.data.batches import Batch, PoissonBatches
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.privatize import PlainStep
+from adp2sgd.gradient.privatize import GradientStep, PlainStep
 from adp2sgd.learner import Learner
+from adp2sgd.optimizer import Optimizer
 from adp2sgd.progress import Progress
+from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.randomness.streams import Streams
+from adp2sgd.sampler import Sampler
 from adp2sgd.task import Task
 from adp2sgd.tasks import resolve
+from command import Command
 
 ROOT = Path(__file__).parents[1]
 REAL_DATA = ROOT.parent / "shared" / "data"
@@ -72,32 +79,42 @@ def quadratic_config() -> Config:
         seed=1,
         device="cpu",
         options={"records": 200, "dimension": 3},
-        optimizer=Optimizer(lr=0.1),
+        optimizer=config.Optimizer(lr=0.1),
     )
 
 
-def make_learner(number: int, task: Task | None = None, **optimizer: float) -> Learner:
+def make_learner(number: int, task: Task | None = None, **optimizer: Any) -> Learner:
     """A learner on its own, outside any engine."""
     task = task or resolve("quadratic", {"records": 50, "dimension": 3})
-    streams = Streams(0, number)
+    streams, model = Streams(0, number), FlatModel(task.model())
+    batches = PoissonBatches(len(task.train), 10, streams)
     return Learner(
         number=number,
-        task=task,
-        model=FlatModel(task.model()),
-        records=task.train,
-        batches=PoissonBatches(len(task.train), 10, streams),
+        model=model,
+        sampler=Sampler(task, task.train, batches, streams, model.device),
         gradient_step=PlainStep(task.loss),
-        optimizer=Optimizer(**{"lr": 0.1, **optimizer}),
-        progress=Progress(number),
-        steps_per_epoch=5.0,
+        optimizer=Optimizer(config.Optimizer(**{"lr": 0.1, **optimizer}), model.weights),
+        progress=Progress(number, steps_per_epoch=5.0),
         streams=streams,
     )
+
+
+def gradient_of(step: GradientStep, model: FlatModel, batch: Batch, source: NoiseSource) -> Tensor:
+    """What a learner descends with."""
+    return step.noise(model, step.clip(model, batch), batch, source).vector
 
 
 def adp2sgd(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """The command line in a real process."""
     command = [sys.executable, "-m", "adp2sgd", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """The command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture

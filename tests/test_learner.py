@@ -101,7 +101,7 @@ def test_one_learner_is_plain_sgd_to_the_bit(name: str, options: dict[str, float
     plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1, **options)
     for _ in range(20):
         learner.begin()
-        batch = task.train.take(learner.rows)
+        batch = task.train.take(learner.sampler.rows)
         learner.update(learner.gradient())
         plain.zero_grad()
         if len(batch):
@@ -117,10 +117,10 @@ def test_one_learner_is_plain_sgd_to_the_bit(name: str, options: dict[str, float
 def test_a_stale_gradient_is_taken_at_the_snapshot_and_applied_to_the_mixed_model() -> None:
     learner = make_learner(0)
     learner.begin()
-    read, rows = learner.weights.clone(), learner.rows
+    read, rows = learner.weights.clone(), learner.sampler.rows
     learner.mix(torch.zeros(3, dtype=torch.float64), torch.full((3,), 4.0, dtype=torch.float64))
     learner.update(learner.gradient())
-    points = learner._feed._records.inputs[rows]
+    points = learner.sampler.task.train.inputs[rows]
     gradient = (len(rows) * read - points.sum(0)) / 10
     assert torch.allclose(learner.weights, read + 2.0 - 0.1 * gradient, rtol=0, atol=1e-14)
 
@@ -172,7 +172,7 @@ def test_private_runs_switch_tf32_off() -> None:
     assert not torch.backends.cudnn.allow_tf32
 
 
-def test_a_copy_of_the_velocity_is_whole() -> None:
+def test_a_copy_of_the_optimizer_state_is_whole() -> None:
     """All its coordinates are equal after every update, so a copy from between two would show."""
     learner = make_learner(0, resolve("quadratic", {"records": 50, "dimension": 300_000}), momentum=0.9)
     done = threading.Event()
@@ -184,7 +184,10 @@ def test_a_copy_of_the_velocity_is_whole() -> None:
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        assert all(float(copy.min()) == float(copy.max()) for copy in (learner.momentum() for _ in range(200)))
+        assert all(
+            float(copy.min()) == float(copy.max())
+            for copy in (learner.optimizer_state()["velocity"] for _ in range(200))
+        )
     finally:
         done.set()
         thread.join()

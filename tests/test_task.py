@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from adp2sgd import learner as learner_module
+from adp2sgd import sampler
 from adp2sgd.config import Config, Data, Optimizer, Privacy, Speeds, load_config
 from adp2sgd.data import cifar10
 from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
@@ -113,7 +113,7 @@ def test_augmentation_only_where_configured() -> None:
     task = resolve("cifar10", {})
     learner = make_learner(0, task)
     learner.begin()
-    seen, plain = learner._batch()[0], task.prepare(task.train.inputs[learner.rows])
+    seen, plain = learner.sampler.batch().inputs, task.prepare(task.train.inputs[learner.sampler.rows])
     assert seen.shape == plain.shape
     assert not torch.equal(seen, plain)
 
@@ -293,7 +293,7 @@ def test_a_run_fetches_ahead_without_a_difference(monkeypatch: pytest.MonkeyPatc
         used.append(Ahead(records, batches, device))
         return used[-1]
 
-    monkeypatch.setattr(learner_module, "feed", always)
+    monkeypatch.setattr(sampler, "feed", always)
     assert simulate(config).curve == resident.curve
     assert len(used) == 3
 

@@ -18,13 +18,14 @@ hand, `withholding` to whatever Python prints by itself, `telling_no_values` to 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -83,6 +84,12 @@ class InterruptedRunError(RunError):
 
 class Adp2sgdWarning(UserWarning):
     """A warning of this package. Its text holds no value of a record, so private mode shows it."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` (did you mean "…"?)` for a misspelt word; nothing where no known one is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
+    return f' (did you mean "{close[0]}"?)' if close else ""
 
 
 class OtherProcessError(Exception):

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, files that no other user may read, and JSON that every program reads."""
+"""Files: whole or not at all, for the owner alone, locked; and JSON that every program reads."""
 
 from __future__ import annotations
 
@@ -37,6 +37,28 @@ def replacing(target: Path, *, private: bool = False, durable: bool = True) -> I
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock the open file until it is unlocked or closed; False while another open file has its lock.
+
+    The lock is the kernel's, so a killed process leaves none behind. A forked process shares it.
+    Raises OSError where the file system has no locks, and ImportError where the system has none.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Also for the processes that were forked meanwhile, and have the file open too."""
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -34,14 +34,21 @@ def from_rows(rows: Iterable[Sequence[int]]) -> dict[Key, Count]:
 class Progress:
     """One learner's view of everybody's step counts; its own count is always exact."""
 
-    def __init__(self, learner: int, start: int = 0, *, limit: int | None = None) -> None:
-        """`limit`: the steps after which the run ends. A peer that reports more under one key is not believed."""
+    def __init__(self, learner: int, start: int = 0, *, limit: int | None = None, steps_per_epoch: float = 1.0) -> None:
+        """`limit`: the steps after which the run ends; a larger count from a peer is refused as implausible.
+        `steps_per_epoch`: steps of all learners together."""
         self.own: Key = (learner, start)
         self.total = 0
         self.refused = 0
         self._limit = limit
+        self._steps_per_epoch = steps_per_epoch
         self._counts: dict[Key, Count] = {self.own: Count()}
         self._mutex = threading.Lock()  # the training thread counts while the exchange thread merges
+
+    @property
+    def epoch(self) -> float:
+        """Global progress in epochs, as far as this learner has heard."""
+        return self.total / self._steps_per_epoch
 
     def advance(self) -> None:
         """One more step of the own learner."""

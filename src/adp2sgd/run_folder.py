@@ -4,7 +4,7 @@ runs/NAME/config.toml                       every field that is set, defaults in
 runs/NAME/events.jsonl                      one line per evaluation of θ
 runs/NAME/learner-ID/events.jsonl           one line per step; stays at the learner
 runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledger` is set; plan.json: the cap
-runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, velocity
+runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, optimizer state
 runs/NAME/status.json                       how the run stands, at most a second old while it goes on
 runs/NAME/result.json                       what the run reports
 runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict
@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from adp2sgd import config
+from adp2sgd import config, files
 from adp2sgd.errors import ConfigError, RunError
 from adp2sgd.files import owner_only, replacing, to_json
 from adp2sgd.privacy.mechanism import Guarantee
@@ -95,6 +95,11 @@ class LearnerResult(Measured):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "partners", by_number(self.partners))
+
+    @property
+    def name(self) -> str:
+        """What people call the learner: its site where it has one, else its number."""
+        return self.site or str(self.learner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +222,7 @@ class Folder:
         """Keep other processes from running here; the kernel frees the folder if this one is killed."""
         with (self.path / "config.toml").open("rb") as file:
             try:
-                import fcntl
-
-                if not _locked(file):
+                if not _locked(file.fileno()):
                     raise ConfigError(f"{self.path} is in use: its run is still running; wait for it, or stop it")
             except (ImportError, OSError):  # a system or a file system without locks
                 yield
@@ -227,18 +230,13 @@ class Folder:
             try:
                 yield
             finally:
-                fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
+                files.unlock(file.fileno())
 
     @property
     def running(self) -> bool:
         """Whether a process runs here; False also where the file system has no locks."""
         with suppress(ImportError, OSError), (self.path / "config.toml").open("rb") as file:
-            import fcntl
-
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+            return not files.lock(file.fileno(), shared=True)
         return False
 
     @property
@@ -344,13 +342,10 @@ class Folder:
         return replacing(self.path / name, private=private, durable=durable)
 
 
-def _locked(file: BinaryIO) -> bool:
-    """Whether the file's exclusive lock is ours now; a few tries, as `Folder.running` locks it for a moment."""
-    import fcntl
-
+def _locked(descriptor: int) -> bool:
+    """Whether the file's lock is ours now. Tries a few times, because `Folder.running` locks the file for a moment."""
     for _ in range(5):
-        with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if files.lock(descriptor):
             return True
         time.sleep(0.02)
     return False

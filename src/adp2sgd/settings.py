@@ -10,12 +10,12 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
-from adp2sgd.errors import ConfigError
+from adp2sgd.errors import ConfigError, did_you_mean
 
 SHORT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")  # .5 and 5., which TOML takes for no numbers
 NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}
@@ -30,7 +30,10 @@ def require(holds: bool, key: str, value: object, fix: str) -> None:
 def one_of(key: str, value: str, known: Iterable[str]) -> None:
     """Refuse a name that is not known."""
     if value not in known:
-        raise ConfigError(f"{key} = {shown(value)} is unknown; use one of: {', '.join(known)}")
+        known = list(known)
+        raise ConfigError(
+            f"{key} = {shown(value)} is unknown{did_you_mean(value, known)}; use one of: {', '.join(known)}"
+        )
 
 
 def shown(value: object) -> str:
@@ -77,7 +80,10 @@ def section(kind: type[SectionT], raw: Mapping[str, Any]) -> SectionT:
     known = {f.name.rstrip("_"): f.name for f in dataclasses.fields(kind)}
     for key, value in raw.items():
         if key not in known:
-            raise ConfigError(f"{kind.WHERE}{key} = {shown(value)} is an unknown key; known here: {', '.join(known)}")
+            meant = did_you_mean(key, known)
+            raise ConfigError(
+                f"{kind.WHERE}{key} = {shown(value)} is an unknown key{meant}; known here: {', '.join(known)}"
+            )
     return kind(**{known[key]: value for key, value in raw.items()})
 
 
@@ -87,11 +93,13 @@ def typed(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, hint | Mapping):
             raise ConfigError(f"{key} = {shown(value)} must be a table; write [{key}]")
         return section(hint, value) if isinstance(value, Mapping) else value
+    if hint is object:
+        return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
-        return value if value is None else typed(next(a for a in arguments if a is not types.NoneType), value, key)
-    if origin is tuple and isinstance(value, list | tuple):
-        if arguments[-1] is Ellipsis:
+        return _one_of_several([each for each in arguments if each is not types.NoneType], value, key)
+    if origin in (tuple, Sequence) and isinstance(value, list | tuple):
+        if origin is Sequence or arguments[-1] is Ellipsis:
             return tuple(typed(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
         if len(value) != len(arguments):
             raise ConfigError(f"{key} = {list(value)} must hold {len(arguments)} values")
@@ -101,7 +109,7 @@ def typed(hint: Any, value: Any, key: str) -> Any:
             value = hint(value)  # integers serve as floats, and numpy's numbers as Python's
     elif hint is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
-    kind = {tuple: list}.get(origin, origin or hint)
+    kind = list if origin is tuple or (origin is Sequence and arguments[0] not in (str, object)) else origin or hint
     matches = isinstance(value, Mapping) if kind is Mapping or origin is Mapping else isinstance(value, kind)
     if (
         not matches
@@ -112,9 +120,19 @@ def typed(hint: Any, value: Any, key: str) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+def _one_of_several(hints: Sequence[Any], value: Any, key: str) -> Any:
+    """None stays None; else the first of the types that fits."""
+    if value is None:
+        return None
+    for hint in hints[:-1]:
+        with suppress(ConfigError):
+            return typed(hint, value, key)
+    return typed(hints[-1], value, key)
+
+
 def in_words(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", str: 'a string in "quotes"', bool: "true or false"}
-    if typing.get_origin(hint) is tuple:
+    if typing.get_origin(hint) in (tuple, Sequence):
         return "a list"
     return names.get(hint, "a table")
 
@@ -146,3 +164,14 @@ def put(raw: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"--set {key}: {part} is not a table; a run's config.toml shows which there are")
     table[last] = value
+
+
+def unset(raw: dict[str, Any], key: str) -> None:
+    """Remove the entry `a.b` of nested tables, so that its default holds; nothing where there is none."""
+    *path, last = key.split(".")
+    table: Any = raw
+    for part in path:
+        table = table.get(part)
+        if not isinstance(table, dict):
+            return
+    table.pop(last, None)

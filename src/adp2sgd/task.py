@@ -19,7 +19,7 @@ from torch import Generator, Tensor, nn
 from adp2sgd import tree
 from adp2sgd.data.indexed import Reader, as_records
 from adp2sgd.data.records import RecordSet
-from adp2sgd.errors import ConfigError, DataError
+from adp2sgd.errors import ConfigError, DataError, OtherProcessError
 from adp2sgd.losses import Loss, cross_entropy, loss_of
 from adp2sgd.metrics import Given, Metric, metrics_of
 from adp2sgd.tree import Inputs
@@ -110,7 +110,7 @@ class Task:
         """Which of its functions an error came through: "dataset", "prepare", "augment", "loss", "metric" or "model";
         else `otherwise`."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if any(frame.f_code is Reader.read.__code__ for frame in frames):
+        if isinstance(error, OtherProcessError) or any(frame.f_code is Reader.read.__code__ for frame in frames):
             return "dataset"
         for name in ("prepare", "augment", "loss"):
             if getattr(self, name) is not None and _is_called(getattr(self, name), frames):

@@ -98,7 +98,7 @@ def test_exchanges_between_threads_conserve_the_sum_and_reach_consensus(memories
         for _ in range(10):
             time.sleep(0.001)
             for learner in learners:
-                with learner._mutex:
+                with learner.vector.mutex:
                     learner.state.add_(0.01)  # small beside the spread: an exchange may fall between two updates
     for thread in threads:
         thread.close()

@@ -288,7 +288,7 @@ def traces_of_steps(settings: Config, folder: Path) -> tuple[list[int], list[lis
         learner.steps = number
         _, trace = traced(step)
         traces.append(trace)
-        sizes.append(int((learner.rows < 100).sum()))
+        sizes.append(int((learner.sampler.rows < 100).sum()))
     assert learner.budget is not None
     learner.budget.close()
     return sizes, traces

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from adp2sgd.data import heart, table
+from adp2sgd.data.batches import Batch
 from adp2sgd.data.records import Records
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.clipper import Clipped, Clipper
-from adp2sgd.gradient.privatize import Batch, PrivateStep
+from adp2sgd.gradient.privatize import PrivateStep
 from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.task import cross_entropy
+from conftest import gradient_of
 
 TENSORS, WIDTH = 10, 2
 
@@ -103,7 +105,7 @@ def separation(
     for inputs in (records, records[:63]):
         targets = torch.zeros(len(inputs), dtype=torch.int64)
         expected = float(len(inputs)) if realized else 64.0
-        vectors = [step(model, Batch(inputs, targets, expected), noise).vector.clone() for _ in range(draws)]
+        vectors = [gradient_of(step, model, Batch(inputs, targets, expected), noise).clone() for _ in range(draws)]
         released.append(torch.stack(vectors).double() @ UNIT.double())
     pooled = math.sqrt((float(released[0].var()) + float(released[1].var())) / 2)
     return abs(float(released[0].mean() - released[1].mean())) / pooled
@@ -160,7 +162,7 @@ def test_the_noise_has_the_stated_scale() -> None:
     step = PrivateStep(choose.build(model, first), clip_norm=0.3, noise_multiplier=2.5)
     empty = torch.zeros(0, 1)
     noise = NoiseSource.from_seed(5, 0, "scale test")
-    vector = step(model, Batch(empty, torch.zeros(0, dtype=torch.int64), 16.0), noise).vector
+    vector = gradient_of(step, model, Batch(empty, torch.zeros(0, dtype=torch.int64), 16.0), noise)
     assert kstest(vector.numpy(), "norm", args=(0, 0.3 * 2.5 / 16)).pvalue > 1e-3
     assert kstest(vector.numpy(), "norm", args=(0, 1.01 * 0.3 * 2.5 / 16)).pvalue < 1e-3  # it can tell 1 %
 
@@ -175,7 +177,7 @@ def test_before_the_noise_a_step_is_the_per_sample_loop(seed: int, records: int,
     targets = torch.randint(3, (records,), generator=stream)
     model = FlatModel(module)
     step = PrivateStep(choose.build(model, cross_entropy, piece=piece), clip_norm=0.4, noise_multiplier=1.0)
-    found = step(model, Batch(inputs, targets, 7.0), silent()).vector
+    found = gradient_of(step, model, Batch(inputs, targets, 7.0), silent())
     expected = torch.zeros_like(found)
     for row in range(records):
         gradients = torch.autograd.grad(
@@ -192,8 +194,8 @@ def test_a_record_without_a_finite_gradient_contributes_nothing() -> None:
     good = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     targets = torch.tensor([0, 1, 0, 1, 1, 0, 1])
     bad = torch.tensor([[math.nan, 0, 0], [math.inf, 0, 0], [3e38, -3e38, 3e38]])
-    with_bad = step(model, Batch(torch.cat([good, bad]), targets, 4.0), silent()).vector.clone()
-    without = step(model, Batch(good, targets[:4], 4.0), silent()).vector
+    with_bad = gradient_of(step, model, Batch(torch.cat([good, bad]), targets, 4.0), silent()).clone()
+    without = gradient_of(step, model, Batch(good, targets[:4], 4.0), silent())
     assert torch.allclose(with_bad, without, atol=1e-6)
 
 

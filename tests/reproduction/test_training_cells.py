@@ -12,8 +12,8 @@ from torch import Tensor
 
 from adp2sgd import config
 from adp2sgd.engine import simulate
-from adp2sgd.engine.evaluate import average
 from adp2sgd.engine.setup import prepare
+from adp2sgd.engine.theta import mean_of
 from adp2sgd.task import Augment
 from conftest import ROOT
 from made_records import QUICK
@@ -37,7 +37,7 @@ def test_quick_training_learns_and_says_how_each_learner_did(tmp_path: Path) -> 
 def test_statistics_are_recomputed_over_the_records_as_they_are_or_as_training_sees_them(tmp_path: Path) -> None:
     settings = config.Config(task="digits/cnn", options={"norm": "batch"}, learners=2, epochs=1, seed=0, device="cpu")
     simulate(settings, tmp_path / "run")
-    setup, theta = prepare(settings), average(training._states(tmp_path / "run", settings))
+    setup, theta = prepare(settings), mean_of(training._states(tmp_path / "run", settings)).theta
 
     def statistics(augment: Augment | None) -> tuple[float, Tensor]:
         loss = training.recomputed(setup, theta, augment).loss

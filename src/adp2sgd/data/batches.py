@@ -5,12 +5,25 @@ A draw is a function of the stream that is handed in, so a seeded run repeats it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from adp2sgd.randomness.streams import Streams
+from adp2sgd.tree import Inputs
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Batch:
+    """What a step reads. `expected`: the expected number of records, which the sum is divided by. `records`: only the
+    first so many records count, and the others fill up a private step of fixed work."""
+
+    inputs: Inputs
+    targets: Tensor
+    expected: float
+    records: int | None = None
 
 
 class Batches(Protocol):

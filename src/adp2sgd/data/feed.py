@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adp2sgd import tree
 from adp2sgd.data.batches import Batches
-from adp2sgd.data.indexed import DatasetRecords
+from adp2sgd.data.indexed import DatasetRecords, start_reading
 from adp2sgd.data.records import Records, RecordSet
 from adp2sgd.device import move
 from adp2sgd.tree import Inputs
@@ -90,7 +90,7 @@ class Ahead:
         self._depth = 1
         if isinstance(records, DatasetRecords) and records.reader.workers:
             self._depth += records.reader.workers  # so that every worker has a batch to read
-            records.reader.start()
+            start_reading(records)
 
     def draw(self, step: int) -> Tensor:
         known = {order.step: order for order in self._orders}

@@ -59,6 +59,12 @@ class Reader:
         """Start the worker processes. Call it before the process has threads that hold locks."""
         self.submit([]).result()
 
+    def close(self) -> None:
+        """End the workers; they start again when something is to be read."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
+
     def submit(self, indices: Sequence[int]) -> Future[Batch | None]:
         """The batch, read in the background."""
         if self._executor is None:
@@ -169,6 +175,29 @@ class DatasetRecords:
         return replace(self, reader=self.reader.with_workers(workers))
 
 
+def start_reading(records: RecordSet) -> None:
+    """Start the records' worker processes, if they have any: early, so that they inherit no lock on a ledger."""
+    if isinstance(records, DatasetRecords) and records.reader.workers:
+        records.reader.start()
+
+
+def in_thread(records: RecordSet) -> RecordSet:
+    """The same records, read without worker processes."""
+    return records.with_workers(0) if isinstance(records, DatasetRecords) else records
+
+
+def detached(records: RecordSet) -> Any:
+    """What to hand over to a process that has the dataset already: of records in memory, all."""
+    return (records.rows, records.sites) if isinstance(records, DatasetRecords) else records
+
+
+def attached(own: Any, dataset: RecordSet) -> RecordSet:
+    """The records that `detached` stands for."""
+    if not isinstance(dataset, DatasetRecords):
+        return own  # type: ignore[no-any-return]
+    return replace(dataset, rows=own[0], sites=own[1])
+
+
 def as_records(
     data: Any, *, sites: Tensor | None = None, site_names: Sequence[str] = (), target: str | None = None
 ) -> RecordSet:
@@ -239,7 +268,7 @@ def _begin(reader: Reader, parent: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(0.5)
+            time.sleep(0.2)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

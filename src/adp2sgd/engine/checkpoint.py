@@ -1,4 +1,5 @@
-"""A learner on disk: model, velocity, clip norm and step counts, never its noise. The one before it is kept as well."""
+"""A learner on disk: model, optimizer state, clip norm and step counts, never its noise. The previous checkpoint is
+kept as well."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from adp2sgd.progress import Count, Key, from_rows, to_rows
 from adp2sgd.run_folder import Folder
 
 NEWEST, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
+OPTIMIZER = "optimizer."  # before the names of its tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,10 @@ class Saved:
         return torch.cat([self.tensors["weights"], self.tensors["buffers"]])
 
     @property
+    def optimizer(self) -> dict[str, Tensor]:
+        return {n.removeprefix(OPTIMIZER): each for n, each in self.tensors.items() if n.startswith(OPTIMIZER)}
+
+    @property
     def counts(self) -> dict[Key, Count]:
         return from_rows(self.facts["counts"])
 
@@ -41,8 +47,7 @@ def save(folder: Folder, learner: Learner, state: Tensor, facts: Mapping[str, An
     of the learner's."""
     own = folder.learner(learner.number)
     tensors = {"weights": state[: len(learner.weights)], "buffers": state[len(learner.weights) :]}
-    if (velocity := learner.momentum()) is not None:
-        tensors["velocity"] = velocity
+    tensors |= {OPTIMIZER + name: value for name, value in learner.optimizer_state().items()}
     tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
     if (own / NEWEST).exists():
         with folder.replacing(f"{own.name}/{PREVIOUS}", private=True) as part:
@@ -74,8 +79,7 @@ def load(folder: Folder, number: int) -> Saved | None:
 def restore(learner: Learner, saved: Saved) -> None:
     """Put a fresh learner where the checkpoint left off, under its new start."""
     learner.state.copy_(saved.state)
-    if learner.velocity is not None and "velocity" in saved.tensors:
-        learner.velocity.copy_(saved.tensors["velocity"])
+    learner.optimizer.restore(saved.optimizer)
     learner.clip_norm = saved.facts.get("clip_norm")
     learner.progress.restore(saved.counts)
 
@@ -89,5 +93,6 @@ def restore_clip_norm(folder: Folder, learner: Learner) -> None:
 
 def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {
-        name: zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data) for name, tensor in sorted(tensors.items())
+        name: zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for name, tensor in sorted(tensors.items())
     }

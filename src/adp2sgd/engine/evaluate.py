@@ -157,16 +157,3 @@ class HeldOut:
         except Exception as error:
             return error
         return None
-
-
-def average(states: list[Tensor]) -> Tensor:
-    """θ: the mean of the learners' states, summed in float64."""
-    total = torch.zeros_like(states[0], dtype=torch.float64)
-    for state in states:
-        total += state
-    return (total / len(states)).to(states[0].dtype)
-
-
-def consensus(states: list[Tensor], mean: Tensor) -> float:
-    """The mean squared distance of the learners' models from their average: (1/K) Σ ‖w_k − θ‖²."""
-    return sum(float((state - mean).double().square().sum()) for state in states) / len(states)

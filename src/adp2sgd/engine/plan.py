@@ -46,6 +46,11 @@ class Plan:
     def epoch(self, global_steps: int) -> float:
         return global_steps / self.steps_per_epoch
 
+    def passed(self, every_epochs: float, before: int, now: int) -> bool:
+        """Whether something that is due every so many epochs fell due between two global steps; 0: never."""
+        steps = every_epochs * self.steps_per_epoch
+        return bool(steps) and now // steps > before // steps
+
 
 def make_plan(config: Config, *, total_samples: int, seed: int | None = None) -> Plan:
     """The seed is the configuration's if it has one, else the given one of a run that resumes, else a new one."""

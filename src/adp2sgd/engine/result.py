@@ -12,8 +12,9 @@ from torch import Tensor
 from adp2sgd.config import Config
 from adp2sgd.engine.budgets import new_ledgers
 from adp2sgd.engine.compute import Compute
-from adp2sgd.engine.evaluate import HeldOut
+from adp2sgd.engine.evaluate import Figures, HeldOut
 from adp2sgd.engine.plan import Plan
+from adp2sgd.engine.status import Counters
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL, Guarantee
 from adp2sgd.run_folder import Folder, LearnerResult, Point, Run, versions
@@ -23,6 +24,12 @@ NO_GUARANTEE = {
     "none": "the gradients carry no noise",
     "paper": "the paper's noise is added to gradients that are not clipped, so one record's influence is unbounded",
 }
+
+
+COUNTED = (
+    "steps", "staleness_mean", "staleness_max", "exchanges", "initiated", "mixed_before", "busy", "expired",
+    "unconfirmed", "halves", "bytes_sent", "partners",
+)  # fmt: skip
 
 
 class Stage(Protocol):
@@ -91,6 +98,22 @@ def finish(
         ),
         versions=versions(),
         folder=folder,
+    )
+
+
+def learner_result(
+    learner: int, counters: Counters, figures: Figures, budget: Budget | None, *,
+    global_steps: int, clip_norm: float | None,
+) -> LearnerResult:  # fmt: skip
+    """One learner's part of the result. `figures` are of its own model."""
+    counts = {name: getattr(counters, name) for name in COUNTED}
+    return LearnerResult(
+        learner=learner,
+        share=counters.steps / max(1, global_steps),
+        metrics=figures,
+        clip_norm=clip_norm,
+        **counts,
+        **(budget.figures() if budget is not None else {}),
     )
 
 

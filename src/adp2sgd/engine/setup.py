@@ -13,20 +13,21 @@ from torch import Tensor
 from adp2sgd import tree
 from adp2sgd.config import Config
 from adp2sgd.data import shards
-from adp2sgd.data.indexed import DatasetRecords
+from adp2sgd.data.indexed import DatasetRecords, start_reading
 from adp2sgd.data.units import Population, population
 from adp2sgd.device import AUTOCAST
 from adp2sgd.engine.compute import Compute, build_model, pick_device, rows_together
-from adp2sgd.engine.evaluate import HeldOut
+from adp2sgd.engine.evaluate import Figures, HeldOut
 from adp2sgd.engine.plan import Plan, make_plan
 from adp2sgd.engine.site import Site, make_learner
+from adp2sgd.engine.theta import Mean
 from adp2sgd.engine.validate import validate
 from adp2sgd.errors import LedgerError, PrivacyError, telling_no_values
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.proof import synthetic
 from adp2sgd.learner import Learner
 from adp2sgd.privacy.ledger import read as read_ledger
-from adp2sgd.run_folder import Folder
+from adp2sgd.run_folder import Folder, Point
 from adp2sgd.task import Task
 from adp2sgd.tasks import resolve
 
@@ -67,6 +68,16 @@ class Setup:
             f"give each site {units.name} values of its own if they are different ones, else put all records at one"
         )
 
+    def point(self, global_steps: int, seconds: float, figures: Figures, mean: Mean) -> Point:
+        """One evaluation of θ, whose figures these are."""
+        return Point(
+            global_steps=global_steps,
+            epoch=self.plan.epoch(global_steps),
+            seconds=seconds,
+            metrics=figures,
+            consensus=mean.consensus,
+        )
+
     def site(self, number: int) -> Site:
         """The site of learner `number`, with its own records alone."""
         own = replace(self.task, train=self.task.train.take(self.shards[number]))
@@ -76,6 +87,12 @@ class Setup:
         """Learner `number`, in this process. Its ledger lies in `folder`."""
         return make_learner(self.site(number), self.compute, folder, start=start)
 
+    def close(self) -> None:
+        """End the processes that read datasets."""
+        for part in (self.task.train, self.task.test):
+            if isinstance(part, DatasetRecords):
+                part.reader.close()
+
 
 def prepare(config: Config, task: Task | None = None, seed: int | None = None, *, resumed: bool = False) -> Setup:
     """Load the task (or take the given one), deal out its records and build the model, all from the public seed; refuse
@@ -83,6 +100,7 @@ def prepare(config: Config, task: Task | None = None, seed: int | None = None, *
     device = pick_device(config.device)
     task = task or resolve(config.task, config.options, private=config.privacy.mode == "private")
     task = _with_workers(task, config.data.workers)
+    config = config.replace(data=config.data.replace(partition=shards.partition_of(task.train, config.data)))
     private = config.privacy.mode == "private"
     plan = make_plan(config, total_samples=population(task.train, private=private).count, seed=seed)
     rows = shards.split(task.train, config.data, config.learners, plan.seed)
@@ -91,14 +109,28 @@ def prepare(config: Config, task: Task | None = None, seed: int | None = None, *
     made = Setup(plan, task, rows, owned, compute)
     made.refuse_divided_units()
     notes = validate(plan, task, compute.model, [each.count for each in owned], resumed=resumed)
-    return replace(made, notes=tuple(notes))
+    return replace(made, notes=(*_mixed_sites(config, task), *notes))
+
+
+def _mixed_sites(config: Config, task: Task) -> list[str]:
+    """A note where learners do not stand for the sites that the data have."""
+    if task.train.sites is None or config.data.partition == "site":
+        return []
+    return [
+        f'data.partition = "{config.data.partition}" deals the records of all sites out to the learners: no learner '
+        "stands for a site"
+    ]
 
 
 def _with_workers(task: Task, workers: int) -> Task:
     """Datasets that are read by index get readers of their own, which end with the run."""
     parts = {"train": task.train, "test": task.test}
     read = {name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)}
-    return replace(task, **read) if read else task
+    if not read:
+        return task
+    task = replace(task, **read)
+    start_reading(task.test)
+    return task
 
 
 @contextmanager

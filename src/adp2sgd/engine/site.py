@@ -12,10 +12,12 @@ from adp2sgd.engine.budgets import open_budget
 from adp2sgd.engine.compute import Compute
 from adp2sgd.engine.plan import Plan
 from adp2sgd.learner import Learner
+from adp2sgd.optimizer import Optimizer
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.fixed_work import rows_for
 from adp2sgd.progress import Progress
 from adp2sgd.randomness.streams import Streams
+from adp2sgd.sampler import Sampler
 from adp2sgd.task import Task
 
 
@@ -36,23 +38,22 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     """The site's learner, at the initial weights. Its ledger lies in `folder`, or where `privacy.ledger` says."""
     plan, config = site.plan, site.plan.config
     streams = Streams(config.seed, site.number + (start << 32))  # a restart repeats neither batches nor noise
-    records = site.task.train
-    own = population(records, private=plan.private)
+    task, model = site.task, compute.model
+    own = population(task.train, private=plan.private)
     declared = Population(site.declared or own.count, own.unit)
     budget = open_budget(plan, site.number, site.name, declared, folder) if plan.private else None
+    records = task.train.with_blank() if config.privacy.fixed_work else task.train
+    batches = _batches(plan, task.train, declared.count, streams, budget)
     return Learner(
         number=site.number,
-        task=site.task,
-        model=compute.model,
-        records=records.with_blank() if config.privacy.fixed_work else records,
-        batches=_batches(plan, records, declared.count, streams, budget),
+        name=site.name,
+        model=model,
+        sampler=Sampler(task, records, batches, streams, model.device, copies=config.privacy.copies),
         gradient_step=compute.gradient_step(budget),
-        optimizer=config.optimizer,
-        progress=Progress(site.number, start, limit=plan.target_steps),
-        steps_per_epoch=plan.steps_per_epoch,
+        optimizer=Optimizer(config.optimizer, model.weights, config.epochs),
+        progress=Progress(site.number, start, limit=plan.target_steps, steps_per_epoch=plan.steps_per_epoch),
         streams=streams,
         budget=budget,
-        copies=config.privacy.copies,
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Self
 
+from adp2sgd.engine.plan import Plan
 from adp2sgd.exchange.protocol import Tally
 from adp2sgd.files import to_json
 from adp2sgd.run_folder import STATUS, Folder, Measured, Point, by_number
@@ -104,6 +105,11 @@ class LearnerStatus(Measured):
     clip_norm: float | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """What people call the learner: its site where it has one, else its number."""
+        return self.site or str(self.learner)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublicStatus:
@@ -133,6 +139,26 @@ class RunStatus:
     notes: tuple[str, ...] = ()
     written_at: float | None = None  # Unix time at which status.json was written
     left_s: float | None = None  # real time until the target, at the pace of this session
+
+    @classmethod
+    def of(
+        cls, plan: Plan, global_steps: int, seconds: float, learners: Iterable[LearnerStatus], *,
+        clock: str, curve: Iterable[Point], notes: Iterable[str],
+    ) -> Self:  # fmt: skip
+        """The status of a run of `plan`."""
+        return cls(
+            task=plan.config.task,
+            algorithm=plan.config.algorithm,
+            clock=clock,
+            seconds=seconds,
+            global_steps=global_steps,
+            target_steps=plan.target_steps,
+            epoch=plan.epoch(global_steps),
+            epochs=plan.config.epochs,
+            learners=tuple(learners),
+            curve=tuple(curve),
+            notes=tuple(notes),
+        )
 
     @property
     def point(self) -> Point | None:

@@ -100,7 +100,9 @@ class Worker:
         self._looked_at = -math.inf
         self.connect()
         self.exchanges = ExchangeThread(self.exchange, on_message=self.heard)
-        self.background = Background(site, compute, self.learner, folder, snapshot=self.snapshot, counts=self.counts)
+        self.background = Background(
+            site, compute, self.learner, folder, snapshot=self.snapshot, evaluated=self.evaluated, counts=self.counts
+        )
 
     @property
     def first_number(self) -> int:
@@ -159,6 +161,10 @@ class Worker:
     def snapshot(self, out: Tensor | None = None) -> Tensor:
         """What others, and checkpoints, see of the learner; copied by the other threads."""
         return self.learner.snapshot(out)
+
+    def evaluated(self, out: Tensor | None = None) -> Tensor:
+        """What is evaluated and exported of the learner."""
+        return self.learner.evaluated(out) if self.config.optimizer.ema else self.snapshot(out)
 
     def counts(self) -> dict[Key, Count]:
         """The step counts that belong to the snapshot."""
@@ -306,8 +312,7 @@ class Worker:
             (0.0 if measured else self.config.evaluate_every, self.background.evaluate),
             (self.config.checkpoint_every, self.background.checkpoint),
         ):
-            steps = every * self.plan.steps_per_epoch
-            if steps and before // steps != total // steps:
+            if self.plan.passed(every, before, total):
                 act()
 
     def report(self) -> tuple[LearnerStatus, int]:

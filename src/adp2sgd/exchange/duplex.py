@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from adp2sgd.exchange.carrier import Carrier
@@ -66,6 +67,8 @@ FOLLOWS: dict[type[Message], tuple[type[Message], ...]] = {  # the last message 
 class DuplexCarrier(Carrier, Protocol):
     """A carrier that knows its links' paces."""
 
+    wire_dtype: torch.dtype  # of the numbers that travel
+
     def slow(self, partner: int) -> bool:
         """Whether exchanges with `partner` take longer than the median of all links."""
         ...
@@ -93,6 +96,7 @@ class DuplexExchange(Exchange):
     def __init__(self, learner: Learner, carrier: DuplexCarrier, *, first: int = 1, at_once: int = 2) -> None:
         super().__init__(learner, carrier, first=first, at_once=at_once)
         self._deals: dict[int, Deal] = {}
+        self._gathered: Message | None = None  # the last message whose snapshot a deal has taken over
 
     def expire(self, partner: int) -> None:
         mine = self._end(partner)
@@ -170,7 +174,7 @@ class DuplexExchange(Exchange):
         if isinstance(message, Ready):
             deal.ready = True
         else:
-            deal.theirs = message
+            deal.theirs = self._gathered = message
         if isinstance(message, Offer):
             self.under_way[partner] = ready = self._message(Ready, partner, message.initiator, message.number)
             if not self._send(ready):
@@ -203,9 +207,14 @@ class DuplexExchange(Exchange):
         self._expose()
         return ended
 
+    def _send(self, message: Message) -> bool:
+        delivered = self.carrier.send(message)
+        if delivered and message.snapshot is not None:
+            self.tally.bytes_sent += message.snapshot.numel() * self.carrier.wire_dtype.itemsize
+        return delivered
+
     def _expose(self) -> None:
         self.carrier.expose(any(deal.mine is not None for deal in self._deals.values()))
 
     def _keeps(self, message: Message) -> bool:
-        deal = self._deals.get(message.sender)
-        return deal is not None and deal.theirs is message
+        return message is self._gathered  # `_end` releases it, perhaps before this is asked

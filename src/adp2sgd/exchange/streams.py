@@ -32,25 +32,27 @@ class Vectors:
         self.length, self.dtype = len(like), like.dtype
         self._most = most
         self._spare: list[Tensor] = []
-        self._used = 0
+        self._lent: list[Tensor] = []
         self._mutex = threading.Lock()
 
     @property
     def room(self) -> int:
-        return self._most - self._used
+        return self._most - len(self._lent)
 
     def get(self) -> Tensor | None:
         """None without room."""
         with self._mutex:
-            if self._used >= self._most:
+            if not self.room:
                 return None
-            self._used += 1
-            spare = self._spare.pop() if self._spare else None
-        return torch.empty(self.length, dtype=self.dtype) if spare is None else spare
+            vector = self._spare.pop() if self._spare else torch.empty(self.length, dtype=self.dtype)
+            self._lent.append(vector)
+            return vector
 
     def put(self, vector: Tensor) -> None:
+        """Give back what `get` gave. Twice would let two models share memory, so that is an error."""
         with self._mutex:
-            self._used -= 1
+            places = [place for place, each in enumerate(self._lent) if each is vector]
+            del self._lent[places[0]]
             if len(self._spare) < KEPT:
                 self._spare.append(vector)
 

@@ -67,7 +67,7 @@ class SecureStream:
                 return self._tls.getpeercert(binary_form=True) or b""
 
     def write_frame(self, header: dict[str, Any], deadline: float) -> None:
-        self._tls.write(wire.frame(header))
+        self.encrypt(memoryview(wire.frame(header)))
         self._push(deadline)
 
     def read_frame(self, deadline: float) -> dict[str, Any]:
@@ -110,7 +110,10 @@ class SecureStream:
 
     def encrypt(self, data: memoryview) -> None:
         """Prepare `data` for `flush`."""
-        self._tls.write(data)
+        try:
+            self._tls.write(data)
+        except ssl.SSLError as error:
+            raise ClosedError(_explained(error)) from None
 
     def flush(self) -> int:
         """Hand the kernel what it takes now; returns bytes."""
@@ -161,8 +164,7 @@ class SecureStream:
         """
         with contextlib.suppress(OSError, ssl.SSLError, ValueError):
             self.socket.settimeout(LINGER_S)
-            if not reason:
-                self._tls.unwrap()
+            self._tls.unwrap()
         with contextlib.suppress(OSError):
             self.socket.sendall(bytes(self._unsent) + self._leaving.read())
             if reason:

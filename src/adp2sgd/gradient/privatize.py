@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from adp2sgd.data.batches import Batch
 from adp2sgd.device import CapturedGraphs, laid_out, repeatable
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.clipper import Clipped, Clipper
+from adp2sgd.gradient.clipper import Clipper
 from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.task import Loss
-from adp2sgd.tree import Inputs
 
 SLOPE = 0.1
 """So wide, as a part of the clip norm, is the passage from "below" to "above" in the count of norms."""
@@ -25,17 +25,6 @@ SPAN = 1e6
 """The clip norm stays within this factor of where it started."""
 MOST_CHANGE = 1.0
 """Of the clip norm's logarithm in one step, whatever the count's noise."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Batch:
-    """What a step reads. `expected`: the expected number of records, which the sum is divided by. `records`: only the
-    first so many records count, and the others fill up a private step of fixed work."""
-
-    inputs: Inputs
-    targets: Tensor
-    expected: float
-    records: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +36,25 @@ class Gradient:
     buffers: Tensor | None = None
 
 
-class GradientStep(Protocol):
-    """Turns a batch into a gradient at the model's current weights. Owns `vector` until the next call."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Summed:
+    """The sum of a batch's gradients before the noise: it goes nowhere but into `noise`. `norms`: of the records'
+    gradients, where they are clipped. `buffers`: as in `Gradient`."""
 
-    def __call__(self, model: FlatModel, batch: Batch, noise: NoiseSource) -> Gradient:
-        """The mean gradient over the batch, with noise from `noise` where the step adds any."""
+    total: Tensor
+    norms: Tensor | None = None
+    buffers: Tensor | None = None
+
+
+class GradientStep(Protocol):
+    """Turns a batch into a gradient at the model's current weights: `clip`, then `noise`."""
+
+    def clip(self, model: FlatModel, batch: Batch) -> Summed:
+        """The sum of the records' gradients, each clipped where the step is private. Overwritten by the next call."""
         ...
 
-    def rehearse(self, model: FlatModel, batch: Batch) -> None:
-        """Run the passes and keep nothing of them: kernels are chosen, and graphs captured, before a step counts."""
+    def noise(self, model: FlatModel, summed: Summed, batch: Batch, source: NoiseSource) -> Gradient:
+        """The sum plus noise, divided by the expected size of the batch. Overwritten by the next call."""
         ...
 
 
@@ -77,23 +76,24 @@ class PlainStep:
         self._autocast = autocast
         self._captured: tuple[FlatModel, Callable[[Tensor, Tensor], None]] | None = None
 
-    def __call__(self, model: FlatModel, batch: Batch, noise: NoiseSource) -> Gradient:
-        before = model.buffers.clone() if len(model.buffers) else None
-        self.rehearse(model, batch)
-        if self._sigma and model.grad.is_cuda:  # it promises nothing, so the fast normals in float32 will do
-            generator = noise.torch_generator(model.device)
-            model.grad.add_(torch.randn(len(model.grad), device=model.device, generator=generator), alpha=self._sigma)
-        elif self._sigma:
-            noise.add_normal(model.grad, self._sigma)
-        return Gradient(model.grad.div_(batch.expected), None if before is None else model.buffers - before)
-
-    def rehearse(self, model: FlatModel, batch: Batch) -> None:
-        """The sum of the records' gradients, into `model.grad`."""
+    def clip(self, model: FlatModel, batch: Batch) -> Summed:
+        """Nothing is clipped. The sum lies in `model.grad`."""
         if self._captured is None or self._captured[0] is not model:
             work = partial(self._sum, model, self._network(model.module))
             self._captured = (model, CapturedGraphs(work) if repeatable(model.module, self._loss) else work)
+        before = model.buffers.clone() if len(model.buffers) else None
         model.module.train()
         self._captured[1](laid_out(batch.inputs), batch.targets)
+        return Summed(model.grad, buffers=None if before is None else model.buffers - before)
+
+    def noise(self, model: FlatModel, summed: Summed, batch: Batch, source: NoiseSource) -> Gradient:
+        total = summed.total
+        if self._sigma and total.is_cuda:  # it promises nothing, so the fast normals in float32 will do
+            generator = source.torch_generator(model.device)
+            total.add_(torch.randn(len(total), device=model.device, generator=generator), alpha=self._sigma)
+        elif self._sigma:
+            source.add_normal(total, self._sigma)
+        return Gradient(total.div_(batch.expected), summed.buffers)
 
     def _sum(self, model: FlatModel, network: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> None:
         """The sum of the records' gradients, into `model.grad`."""
@@ -153,22 +153,18 @@ class PrivateStep:
         self._noise_multiplier = noise_multiplier
         self._adaptation = adaptation
 
-    def rehearse(self, model: FlatModel, batch: Batch) -> None:
-        model.module.train()
-        self._clipped(batch)
-
-    def __call__(self, model: FlatModel, batch: Batch, noise: NoiseSource) -> Gradient:
+    def clip(self, model: FlatModel, batch: Batch) -> Summed:
         model.module.train()  # an evaluation may have left it otherwise; the refusals were checked in this mode
-        clipped = self._clipped(batch)
-        noise.add_normal(clipped.total, self._noise_multiplier * self.clip_norm, out=model.grad, divisor=batch.expected)
-        if self._adaptation is not None:
-            self.clip_norm = self._adaptation.next(self.clip_norm, clipped.norms, batch.expected, noise)
-        return Gradient(model.grad)
-
-    def _clipped(self, batch: Batch) -> Clipped:
         found = self._clipper.clipped_sum(batch.inputs, batch.targets, self.clip_norm, batch.records)
         if batch.records is None:
-            return found
+            return Summed(found.total, found.norms)
         # What fills up the batch is counted neither above nor below the clip norm.
         counted = torch.arange(len(found.norms), device=found.norms.device) < batch.records
-        return Clipped(found.total, torch.where(counted, found.norms.double(), self.clip_norm))
+        return Summed(found.total, torch.where(counted, found.norms.double(), self.clip_norm))
+
+    def noise(self, model: FlatModel, summed: Summed, batch: Batch, source: NoiseSource) -> Gradient:
+        scale = self._noise_multiplier * self.clip_norm
+        source.add_normal(summed.total, scale, out=model.grad, divisor=batch.expected)
+        if self._adaptation is not None and summed.norms is not None:
+            self.clip_norm = self._adaptation.next(self.clip_norm, summed.norms, batch.expected, source)
+        return Gradient(model.grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from adp2sgd.models.shufflenet import shufflenet
 from adp2sgd.models.small import cnn, logistic, mlp
 from adp2sgd.models.vgg import vgg19
 from adp2sgd.models.wide_resnet import StandardizedConv, wrn16_4
+from adp2sgd.settings import require, typed
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "shufflenet": shufflenet,
@@ -63,11 +65,11 @@ def build(name: str, /, **options: Any) -> nn.Module:
     """The model of that name. Unknown names and options, and impossible sizes, raise `ConfigError`."""
     if name not in MODELS:
         raise ConfigError(f"model {name!r} is unknown; use one of {', '.join(MODELS)}")
-    known = inspect.signature(MODELS[name]).parameters
-    for option, value in options.items():
+    known, hints = inspect.signature(MODELS[name]).parameters, typing.get_type_hints(MODELS[name])
+    for option in options:
         if option not in known:
             raise ConfigError(f"model {name} has no option {option!r}; use one of {', '.join(known)}")
-        _check(name, option, known[option].annotation, value)
+    options = {option: _checked(name, option, hints[option], value) for option, value in options.items()}
     missing = [p.name for p in known.values() if p.default is p.empty and p.name not in options]
     if missing:
         raise ConfigError(f"model {name} needs {' and '.join(missing)}; set it as a model option")
@@ -122,21 +124,11 @@ def multiply_adds(module: nn.Module, input_shape: Sequence[int]) -> int:
     return sum(counts)
 
 
-def _check(model: str, option: str, annotation: str, value: object) -> None:
-    """`annotation` is the source text of the option's type, as postponed evaluation keeps it."""
-
-    def positive(number: object) -> bool:
-        return isinstance(number, int) and not isinstance(number, bool) and number > 0
-
-    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "int": (positive, "a whole number of at least 1"),
-        "Sequence[int]": (
-            lambda v: isinstance(v, list | tuple) and all(map(positive, v)),
-            "a list of whole numbers ≥ 1",
-        ),
-        "bool": (lambda v: isinstance(v, bool), "true or false"),
-        "str": (lambda v: isinstance(v, str), "a string"),
-    }
-    fits, wanted = rules[annotation]
-    if not fits(value):
-        raise ConfigError(f"model {model}: {option} = {value!r} must be {wanted}")
+def _checked(model: str, option: str, hint: Any, value: object) -> Any:
+    """The option's value in its type; every number is a size or a count."""
+    key = f"model {model}: {option}"
+    found = typed(hint, value, key)
+    for number in found if isinstance(found, tuple) else (found,):
+        whole = isinstance(number, int) and not isinstance(number, bool)
+        require(not whole or number >= 1, key, value, "use whole numbers of at least 1")
+    return found

@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 
+from adp2sgd import files
 from adp2sgd.errors import LedgerError
 
 KINDS = {
@@ -38,26 +39,18 @@ def lock(path: Path, descriptor: int) -> bool:
     Raises LedgerError where the file system has no locks, or has some that exclude nobody: each open file has its own
     lock, so a second one of this process must be refused.
     """
-    import fcntl
-
-    exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
     try:
-        fcntl.flock(descriptor, exclusive)
-    except BlockingIOError:
-        return False
+        if not files.lock(descriptor):
+            return False
+        second = open_regular(path, os.O_RDWR)
+        try:
+            replaced = not os.path.samestat(os.fstat(second), os.fstat(descriptor))  # the caller must look at it anyhow
+            if replaced or not files.lock(second):
+                return True
+        finally:
+            os.close(second)
     except OSError as error:
         raise _lockless(path, error.strerror) from None
-    second = open_regular(path, os.O_RDWR)
-    try:
-        if not os.path.samestat(os.fstat(second), os.fstat(descriptor)):
-            return True  # the file was replaced meanwhile, which the caller must look at anyhow
-        fcntl.flock(second, exclusive)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        raise _lockless(path, error.strerror) from None
-    finally:
-        os.close(second)
     raise _lockless(path, "a second lock was granted")
 
 

@@ -43,8 +43,8 @@ def find_browser() -> str:
         if found := shutil.which(name):
             return found
     raise ConfigError(
-        f"no Chromium or Chrome was found ({wanted or 'not on PATH'}); install one, set ADP2SGD_BROWSER to its path, or "
-        "write --format html and print that page"
+        f"no Chromium or Chrome was found ({wanted or 'not on PATH'}); install one, set ADP2SGD_BROWSER to its path, "
+        "or write --format html and print that page"
     )
 
 

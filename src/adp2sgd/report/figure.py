@@ -17,7 +17,14 @@ LAYOUT = {
     "font": {"color": "@text", "family": "system-ui, sans-serif", "size": 13},
     "hoverlabel": {"bgcolor": "@panel", "bordercolor": "@line", "font": {"color": "@text"}},
     "modebar": {"color": "@muted", "activecolor": "@text", "bgcolor": "rgba(0,0,0,0)"},
-    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"color": "@text"}},
+    "legend": {
+        "orientation": "h",
+        "y": 1.02,
+        "yanchor": "bottom",
+        "x": 0,
+        "traceorder": "normal",
+        "font": {"color": "@text"},
+    },
     "showlegend": False,
     "dragmode": "zoom",
 }

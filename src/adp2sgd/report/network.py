@@ -13,7 +13,7 @@ from adp2sgd.report.run_data import Edge, RunData
 DRAWN = 64  # learners at most; the CSV has all edges
 LABELLED = 40  # edges at most that show their count without hovering
 WIDTHS = 7  # of edges, in pixels; 0 for an edge without an exchange
-HIDDEN = {"visible": False, "automargin": False, "range": [-1.5, 1.5]}
+HIDDEN = {"visible": False, "automargin": False}
 
 Place = tuple[float, float]
 
@@ -35,7 +35,12 @@ def network(run: RunData, index: int) -> Iterator[Figure]:
         if drawn
         else f"More than {DRAWN} learners are not drawn; the CSV lists every edge.",
         traces=_traces(run, exchanges, names) if drawn else [],
-        layout=layout(HIDDEN, HIDDEN | {"scaleanchor": "x"}, hovermode="closest", dragmode="pan"),
+        layout=layout(
+            HIDDEN | {"range": [-2, 2]},
+            HIDDEN | {"range": [-1.3, 1.3], "scaleanchor": "x"},
+            hovermode="closest",
+            dragmode="pan",
+        ),
         columns=("learner", "partner", "exchanges"),
         rows=rows,
         height=420 if drawn else 120,

@@ -14,7 +14,9 @@ import numpy as np
 
 from adp2sgd import config
 from adp2sgd.errors import Adp2sgdError, ConfigError
+from adp2sgd.report.logs import StepLogs, column, lines
 from adp2sgd.report.run_data import Curve, Edge, Floats, LearnerData, RunData, StepLog
+from adp2sgd.report.statement import statement
 from adp2sgd.run_folder import EVENTS, STATUS, Folder, Run, by_number
 
 FIELDS = ("accuracy", "loss")  # metrics that have a field of their own
@@ -22,19 +24,23 @@ OWN = ("steps", "share", "exchanges", "busy", "expired", "halves", "restarts", "
        "site", "epsilon", "epsilon_spent", "max_steps")  # fmt: skip
 
 
-def read_run(path: str | Path) -> RunData:
-    """The run in a folder: finished, under way or broken off."""
+def read_run(path: str | Path, logs: StepLogs | None = None) -> RunData:
+    """The run in a folder: finished, under way or broken off. `logs` are kept between looks at a run that goes on."""
     folder = Folder.open(path)
     running = folder.running  # first: what ends while it is read is read as finished
     text = (folder.path / "config.toml").read_text(encoding="utf-8")
     raw = _json(folder.path / "result.json")
     finished = raw is not None
     raw = raw or _json(folder.path / STATUS) or {}
-    raw = {**raw, "curve": raw.get("curve") or _lines(folder.path / EVENTS)}
-    logs = {int(each.parent.name.removeprefix("learner-")): each for each in folder.path.glob(f"learner-*/{EVENTS}")}
-    steps = {number: _step_log(path) for number, path in sorted(logs.items())}
+    raw = {**raw, "curve": raw.get("curve") or _points(folder.path / EVENTS)}
+    logs = logs or StepLogs()
+    paths = {int(each.parent.name.removeprefix("learner-")): each for each in folder.path.glob(f"learner-*/{EVENTS}")}
+    steps = {number: logs.read(path) for number, path in sorted(paths.items())}
     name = folder.path.resolve().name
-    return _run(name, folder.path, raw, text, steps, finished=finished, running=running and not finished)
+    run = _run(name, folder.path, raw, text, steps, finished=finished, running=running and not finished)
+    with suppress(Adp2sgdError):
+        return run if run.guarantee is None else replace(run, statement=statement(folder.path))
+    return run
 
 
 def of_run(run: Run) -> RunData:
@@ -88,6 +94,7 @@ def _run(
         consensus=raw.get("consensus", _last(curve.consensus)),
         seeded="seed" in settings if settings else bool(raw.get("seeded")),
         metrics=_metrics(raw) or {key: float(values[-1]) for key, values in curve.metrics.items()},
+        monitor=(raw.get("monitor") or "").removeprefix("-") or None,
         curve=curve,
         learners=_learners(raw.get("learners", ()), logs, steps),
         edges=_edges(config_text) if settings.get("algorithm") != "sync" else (),
@@ -140,44 +147,18 @@ def _curve(points: Iterable[Mapping[str, Any]]) -> Curve:
     metrics = [_metrics(point) for point in rows]
     names = dict.fromkeys(name for each in metrics for name in each)
     return Curve(
-        epoch=_column(rows, "epoch"),
-        seconds=_column(rows, "seconds"),
-        consensus=_column(rows, "consensus"),
-        metrics={name: _column(metrics, name) for name in names},
+        epoch=column(rows, "epoch"),
+        seconds=column(rows, "seconds"),
+        consensus=column(rows, "consensus"),
+        metrics={name: column(metrics, name) for name in names},
     )
 
 
-def _step_log(path: Path) -> StepLog:
-    rows = [row for row in _lines(path) if "seconds" in row and "staleness" in row]
-    seconds = _column(rows, "seconds")
-    order = np.argsort(seconds, kind="stable")  # a session after an abrupt end may repeat some time
-    return StepLog(
-        seconds=seconds[order],
-        staleness=_column(rows, "staleness")[order],
-        start=_column(rows, "start", 0.0)[order],
-    )
-
-
-def _column(rows: list[dict[str, Any]] | list[dict[str, float]], name: str, default: float = np.nan) -> Floats:
-    values = (row.get(name) for row in rows)
-    return np.array([default if value is None else value for value in values], dtype=np.float64)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a file that may still be written: parsed in one call, which is twice as fast as one by one."""
+def _points(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return lines(path.read_bytes())
     except FileNotFoundError:
         return []
-    try:
-        found: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]")
-        return found
-    except ValueError:  # a line that is not whole
-        found = []
-        for line in lines:
-            with suppress(ValueError):
-                found.append(json.loads(line))
-        return found
 
 
 def _json(path: Path) -> dict[str, Any] | None:

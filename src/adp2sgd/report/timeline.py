@@ -10,8 +10,10 @@ import numpy as np
 from adp2sgd.report.run_data import Floats, LearnerData, RunData
 
 WINDOWS = 120  # of a run's time, in which steps are counted
+STEPS = 8  # of the median learner in a window, at least
 SLOW = 0.5  # of the median learner's steps in a window
 PAUSE = 5.0  # median step times of the learner without a step
+CAPPED = 0.999  # of ε: steps of a process that died count as spent, so steps alone do not tell
 STATES = ("training", "slow", "no steps", "dead", "averaging")
 METHOD = (
     f"The run's time is divided into at most {WINDOWS} windows. Slow: less than half of the median learner's steps in "
@@ -43,44 +45,44 @@ def timeline(run: RunData) -> list[Span]:
     return [
         span
         for each, own in zip(logged, counts, strict=True)
-        for span in _merged(_spans(each, own, median, windows, end, run))
+        for span in _merged(_spans(each, own, median, windows, end))
     ]
 
 
 def _windows(learners: list[LearnerData]) -> int:
-    """So few that the median learner takes several steps in each; a slow one is then told from a short gap."""
-    return int(np.clip(np.median([len(each.log) for each in learners]) // 4, 1, WINDOWS))
+    return int(np.clip(np.median([len(each.log) for each in learners]) // STEPS, 1, WINDOWS))
 
 
-def _spans(
-    learner: LearnerData, own: Floats, median: Floats, windows: Floats, end: float, run: RunData
-) -> Iterator[Span]:
+def _spans(learner: LearnerData, own: Floats, median: Floats, windows: Floats, end: float) -> Iterator[Span]:
     """The pauses of a learner, and in between its windows, each slow or not."""
     before = 0.0
-    for begin, until, state in _pauses(learner, end, run):
-        yield from _working(learner, own, median, windows, before, begin)
-        yield Span(learner.learner, state, begin, until, 0)
-        before = until
+    for pause in _pauses(learner, end):
+        yield from _working(learner, own, median, windows, before, pause.begin)
+        yield pause
+        before = pause.end
     yield from _working(learner, own, median, windows, before, end)
 
 
-def _pauses(learner: LearnerData, end: float, run: RunData) -> Iterator[tuple[float, float, str]]:
+def _pauses(learner: LearnerData, end: float) -> Iterator[Span]:
+    """Each holds the one step that ends it; the last one, until the run's end, holds none."""
     times, starts = learner.log.seconds, learner.log.start
     gaps = np.diff(times, prepend=0.0)
     reborn = np.diff(starts, prepend=starts[0]) > 0
     usual = float(np.median(gaps))
     for k in np.flatnonzero((gaps > PAUSE * max(usual, 1e-9)) | reborn):
-        yield float(times[k] - gaps[k]), float(times[k]), "dead" if reborn[k] else "no steps"
+        begin = float(times[k - 1]) if k else 0.0
+        yield Span(learner.learner, "dead" if reborn[k] else "no steps", begin, float(times[k]), 1)
     rest = end - float(times[-1])
     if rest > PAUSE * max(usual, 1e-9):
-        yield float(times[-1]), end, _last_state(learner, run)
+        yield Span(learner.learner, _last_state(learner), float(times[-1]), end, 0)
 
 
-def _last_state(learner: LearnerData, run: RunData) -> str:
+def _last_state(learner: LearnerData) -> str:
     """Why a learner took no step until the end."""
     if learner.state in {"lost", "restarting"}:
         return "dead"
-    capped = learner.max_steps is not None and learner.steps >= learner.max_steps
+    spent, cap = learner.epsilon_spent, learner.epsilon
+    capped = spent is not None and cap is not None and spent >= CAPPED * cap
     return "averaging" if capped or learner.state == "averaging" else "no steps"
 
 

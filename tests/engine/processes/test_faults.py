@@ -465,6 +465,7 @@ def leftovers(folder: Path) -> set[str]:
         "config.toml",
         "result.json",
         "model.safetensors",
+        "status.json",
         "events.jsonl",
         "checkpoint.safetensors",
         "checkpoint.previous.safetensors",

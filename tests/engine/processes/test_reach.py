@@ -221,6 +221,6 @@ def test_sync_is_the_simulators_to_the_bit(tmp_path: Path) -> None:
     real, simulated = tmp_path / "real", tmp_path / "simulated"
     train(settings, real)
     simulate(settings, simulated)
-    for part in ("weights", "velocity"):
+    for part in ("weights", "optimizer.velocity"):
         pair = [Folder.open(folder).load_tensors(name)[0][part] for folder in (real, simulated)]
         assert torch.equal(*pair)

@@ -20,16 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from adp2sgd.config import Config, Privacy
+from adp2sgd.data.batches import Batch
 from adp2sgd.engine import setup
 from adp2sgd.errors import PrivacyError
 from adp2sgd.gradient.bookkeeping import BookKeeping
 from adp2sgd.gradient.choose import Automatic
 from adp2sgd.gradient.functional import Functional
-from adp2sgd.gradient.privatize import Batch
 from adp2sgd.learner import Learner
 from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.task import Loss
 from cases import CASES
+from conftest import gradient_of
 from couplings import OUTLIERS
 from kinds import ODD, RECORDS, Case
 
@@ -96,8 +97,15 @@ class Path:
         assert path.learner is not None
         noise, path.learner.clip_norm = Silent(), clip_norm
         with quiet():
-            path.learner._gradient_step(path.run.compute.model, Batch(inputs.clone(), targets.clone(), 16.0), noise)
+            step, batch = path.learner._gradient_step, Batch(inputs.clone(), targets.clone(), 16.0)
+            gradient_of(step, path.run.compute.model, batch, noise)
         return noise.total
+
+    @property
+    def within_range(self) -> bool:
+        """Whether the fast clipper is used at the present weights."""
+        clipper = self.run and self.run.compute.clipper
+        return isinstance(clipper, Automatic) and clipper.range is not None and clipper.range.holds()
 
     def anew(self) -> Path:
         """The same run with a new model, at the present weights: a step leaves something behind in the old one."""
@@ -149,8 +157,8 @@ WEIGHTS: dict[str, Callable[[Tensor], Any]] = {
 }
 """What a neighbour may send, made from the initial weights in place; "own" is the case's."""
 AMPLIFYING = ("huge", "overflowing")
-"""Rounding, which may differ with the size of a batch, grows at these by any factor: docs/privacy.md says so, and that
-`privacy.clipper = "loop"` is for them."""
+"""At these, rounding (which may differ with the size of a batch) can grow by any factor, so that batches are taken
+record by record."""
 
 
 def records(case: Case, count: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ class SyncWorker(ProcessWorker):
 
     without_checkpoint = "found no checkpoint of its own and takes the newest of the others', or the initial model"
     _counts: dict[Key, Count]
-    _velocity: Tensor | None = None  # before the step under way
+    _optimizer: dict[str, Tensor] | None = None  # its state before the step under way
     _newest: int  # the learner whose model all begin with
     _assembly: Assembly
     _by_nccl = False
@@ -56,8 +56,8 @@ class SyncWorker(ProcessWorker):
         except StrandedError as error:  # the supervisor knows who was lost
             self.notes.append(f"left a round: {error}")
             self.state = "stranded"
-            if self.learner.velocity is not None and self._velocity is not None:  # the round is undone
-                self.learner.velocity.copy_(self._velocity)
+            if self._optimizer is not None:  # the round is undone
+                self.learner.optimizer.restore(self._optimizer)
             self.control.over.wait()
         finally:
             self._assembly.close()
@@ -110,7 +110,7 @@ class SyncWorker(ProcessWorker):
         if not learner.may_step:
             return False
         learner.begin()
-        self._velocity = learner.momentum()
+        self._optimizer = learner.optimizer_state()
         try:
             gradient = learner.gradient()
         except LedgerError as error:

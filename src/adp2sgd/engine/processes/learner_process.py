@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from adp2sgd.data.indexed import attached, in_thread, start_reading
 from adp2sgd.device import keep_large_blocks
 from adp2sgd.engine.compute import Compute, pick_device
 from adp2sgd.engine.processes.allreduce import SyncWorker
@@ -35,8 +36,10 @@ def live(order: dict[str, Any], memories: list[int], task: int, records: int) ->
     try:
         with withholding(order["private"]):
             plan, shared = unpack(task)
-            name, train, largest_shard = unpack(records)
-            site = Site(plan, place.learner, name, replace(shared, train=train))
+            name, own, largest_shard = unpack(records)
+            train = attached(own, shared.train)
+            start_reading(train)
+            site = Site(plan, place.learner, name, replace(shared, train=train, test=in_thread(shared.test)))
             sys.setswitchinterval(SWITCH_S)
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // plan.config.learners))
             compute = Compute(plan, site.task, _device(plan.config.device, place.learner), largest_shard=largest_shard)

@@ -14,7 +14,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from adp2sgd.engine.evaluate import Figures, evaluate
 from adp2sgd.engine.processes.control import OBSERVER, line_of
 from adp2sgd.engine.setup import Setup
+from adp2sgd.engine.theta import Mean
 from adp2sgd.errors import reason
 from adp2sgd.exchange.shared import Post
 from adp2sgd.exchange.slots import LOOK, Layout, Memory
@@ -34,34 +35,11 @@ PIECE = 250  # held-out records between two looks at whether the run is over
 
 
 @dataclass(eq=False)
-class Mean:
-    """The average of the snapshots that came. Sums are of differences from the first: equal models differ by 0."""
+class Look(Mean):
+    """θ of the snapshots that came."""
 
-    learners: int = 0
     seconds: float = 0.0  # of training, when the last snapshot came
     counts: dict[Key, int] = field(default_factory=dict)  # steps: the most that anybody knows of
-    _first: Tensor = field(default_factory=lambda: torch.empty(0))
-    _total: Tensor = field(default_factory=lambda: torch.empty(0))
-    _squares: float = 0.0
-
-    def add(self, state: Tensor) -> None:
-        if not self.learners:
-            self._first, self._total = state, torch.zeros_like(state, dtype=torch.float64)
-        else:
-            change = state.double() - self._first
-            self._total += change
-            self._squares += float(change.square().sum())
-        self.learners += 1
-
-    @property
-    def theta(self) -> Tensor:
-        return (self._first + self._total / self.learners).to(self._first.dtype)
-
-    @property
-    def consensus(self) -> float:
-        """(1/K) Σ ‖w_k − θ‖² over the snapshots."""
-        shift = float((self._total / self.learners).square().sum())
-        return max(0.0, self._squares / self.learners - shift)
 
 
 class Observer(threading.Thread):
@@ -87,7 +65,6 @@ class Observer(threading.Thread):
         self._memories = [Memory(each, layout) for each in descriptors]  # not pinned: this process outlives them
         self._asked = 1 if setup.plan.config.algorithm == "sync" else setup.plan.config.learners
         self._patience_s = 2 * layout.deadline_s
-        self._every = setup.plan.config.evaluate_every * setup.plan.steps_per_epoch
         self._seen = curve[-1].global_steps if curve else 0  # global steps at the last evaluation
         self._number = 0
         self._idle = True
@@ -96,8 +73,9 @@ class Observer(threading.Thread):
 
     def note(self, global_steps: int) -> None:
         """How far the run is. Returns at once; an evaluation begins if one is due and none is under way."""
-        due = global_steps // self._every > self._seen // self._every
-        if due and self._idle and global_steps < self._setup.plan.target_steps:  # the last evaluation follows the run
+        plan = self._setup.plan
+        due = plan.passed(plan.config.evaluate_every, self._seen, global_steps)
+        if due and self._idle and global_steps < plan.target_steps:  # the last evaluation follows the run
             self._idle, self._seen = False, global_steps
             self._wake.set()
 
@@ -137,21 +115,15 @@ class Observer(threading.Thread):
             return  # the last evaluation follows the run
         if self.curve and steps <= self.curve[-1].global_steps:
             return  # the session before this one was further when it was killed
-        point = Point(
-            global_steps=steps,
-            epoch=self._setup.plan.epoch(steps),
-            seconds=mean.seconds,
-            metrics=metrics,
-            consensus=mean.consensus,
-            learners=mean.learners if mean.learners < self._asked else None,
-        )
+        point = self._setup.point(steps, mean.seconds, metrics, mean)
+        point = replace(point, learners=mean.learners if mean.learners < self._asked else None)
         self.curve.append(point)
         self._folder.append_point(point)
 
-    def gather(self) -> Mean:
+    def gather(self) -> Look:
         """Ask the learners that are there for a snapshot, and average those that come in time."""
         self._number += 1
-        mean, end = Mean(), time.monotonic() + self._patience_s
+        mean, end = Look(), time.monotonic() + self._patience_s
         waiting = {learner for learner in range(self._asked) if self._ask(learner)}
         while waiting and not self._closing and time.monotonic() < end:
             select.select([self._post], [], [], AGAIN_S)
@@ -166,7 +138,7 @@ class Observer(threading.Thread):
         order = {"do": "show", "learner": learner, "number": self._number}
         return self._post.send(line_of(learner), json.dumps(order).encode())
 
-    def _take(self, reply: dict[str, Any], mean: Mean, waiting: set[int], seconds: float) -> int | None:
+    def _take(self, reply: dict[str, Any], mean: Look, waiting: set[int], seconds: float) -> int | None:
         """Add the snapshot of an answer. Returns the learner if it must be asked again."""
         learner = reply["learner"]
         if reply["number"] != self._number or learner not in waiting:

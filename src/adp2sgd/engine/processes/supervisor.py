@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adp2sgd.data.indexed import detached
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.engine.processes.control import LAST_WORDS, SUPERVISOR, line_of
 from adp2sgd.engine.processes.forkserver import ForkServer
@@ -69,6 +70,8 @@ class Supervisor:
         """`mode`: how the learners find their first model: "fresh", or "resume" from their checkpoints."""
         self.setup, self.folder = setup, folder
         self.seats = seats or [Seat(k) for k in range(setup.plan.config.learners)]
+        for seat, site in zip(self.seats, setup.site_names, strict=True):
+            seat.site = site
         self.notes: list[str] = []
         self.states: dict[int, Tensor] = {}  # of the learners that ended well
         self.interrupted = False
@@ -151,20 +154,10 @@ class Supervisor:
 
     @property
     def status(self) -> RunStatus:
-        plan = self.setup.plan
-        return RunStatus(
-            task=plan.config.task,
-            algorithm=plan.config.algorithm,
-            clock="real",
-            seconds=self.seconds,
-            global_steps=self.global_steps,
-            target_steps=plan.target_steps,
-            epoch=plan.epoch(self.global_steps),
-            epochs=plan.config.epochs,
-            learners=tuple(map(self._learner_status, self.seats)),
-            curve=tuple(self.curve),
-            notes=tuple(self.notes),
-        )
+        return RunStatus.of(
+            self.setup.plan, self.global_steps, self.seconds, map(self._learner_status, self.seats),
+            clock="real", curve=self.curve, notes=self.notes,
+        )  # fmt: skip
 
     def _learner_status(self, seat: Seat) -> LearnerStatus:
         status, spending = seat.total_status, self._spending
@@ -176,13 +169,14 @@ class Supervisor:
         )
 
     def _pack(self) -> tuple[int, list[int]]:
-        """What the learners inherit: plan and task without training records, and for each its own site's."""
+        """What the learners inherit: plan and task without training records, and for each its own site's. All
+        inherit a dataset that is read by index, and each the numbers of its own site's records."""
         setup = self.setup
         nothing = setup.task.train.take(torch.empty(0, dtype=torch.int64))
         largest = max(each.count for each in setup.populations)
         task = pack((setup.plan, replace(setup.task, train=nothing)))
         sites = (setup.site(seat.learner) for seat in self.seats)
-        return task, [pack((site.name, site.task.train, largest)) for site in sites]
+        return task, [pack((site.name, detached(site.task.train), largest)) for site in sites]
 
     def _collect(self) -> None:
         """The last models, for evaluation: the learners left them in their memories, so a full disk loses none."""
@@ -251,18 +245,18 @@ class Supervisor:
             return
         if self._over_at is not None and seat.fate in {"starting", "restarting"}:
             seat.fate = "lost"
-            self.notes.append(f"learner {seat.learner} had not come back when the run ended")
+            self.notes.append(f"learner {seat.name} had not come back when the run ended")
             return
         steps, how = seat.totals.steps, _how(code)
         memory = Memory(self._descriptors[seat.learner], self._layout)
         if memory.exposed:
             memory.exposed = False
             seat.died += 1
-            self.notes.append(f"learner {seat.learner} died within an exchange: a half-exchange may have happened")
+            self.notes.append(f"learner {seat.name} died within an exchange: a half-exchange may have happened")
         if self._in_step:
             seat.fate = "lost"
             self._failure = self._failure or RunError(
-                f"learner {seat.learner} was lost after {steps} steps ({how}); SYNC cannot go on without it: "
+                f"learner {seat.name} was lost after {steps} steps ({how}); SYNC cannot go on without it: "
                 f'go on with --resume {self.folder.path}, or use algorithm = "adpsgd"'
             )
             if self._going_at is None:  # there is nothing to keep yet
@@ -273,10 +267,10 @@ class Supervisor:
         seat.failures = seat.failures + 1 if short else 1
         if self._over_at is not None or seat.failures > self.patience.failures:
             seat.fate = "lost"
-            self.notes.append(f"learner {seat.learner} was lost after {steps} steps ({how})")
+            self.notes.append(f"learner {seat.name} was lost after {steps} steps ({how})")
             self._refuse_empty()
             return
-        self.notes.append(f"learner {seat.learner} was restarted after {steps} steps ({how})")
+        self.notes.append(f"learner {seat.name} was restarted after {steps} steps ({how})")
         self._keep_notes_of(seat)
         seat.turn_page()
         seat.start += 1
@@ -296,7 +290,7 @@ class Supervisor:
             raise RunError(f"all learners were lost; the last: {self.notes[-1]}; what was recorded is kept")
 
     def _keep_notes_of(self, seat: Seat) -> None:
-        self.notes += [f"learner {seat.learner} {note}" for note in seat.status.notes]
+        self.notes += [f"learner {seat.name} {note}" for note in seat.status.notes]
 
     # ------------------------------------------------------------ acting
 
@@ -323,7 +317,7 @@ class Supervisor:
             reports = seat.fate == "running" and self._over_at is None  # afterwards it may write a large checkpoint
             limit = self.patience.wedged if reports else self.patience.arrive
             if seat.alive and seat.pid is not None and now - seat.heard_at > limit:
-                self.notes.append(f"learner {seat.learner} did not report for {limit:g} s and was killed")
+                self.notes.append(f"learner {seat.name} did not report for {limit:g} s and was killed")
                 seat.heard_at = now
                 self._kill(seat)
 

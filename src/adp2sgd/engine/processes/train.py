@@ -10,25 +10,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.budgets import open_budget, read_budget
-from adp2sgd.engine.evaluate import Figures, average, consensus
+from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.processes.forkserver import ForkServer
 from adp2sgd.engine.processes.seat import Seat
 from adp2sgd.engine.processes.supervisor import SESSION, Patience, Supervisor
-from adp2sgd.engine.result import finish, save_model
+from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
 from adp2sgd.engine.status import RunStatus, StatusFile
+from adp2sgd.engine.theta import Mean, mean_of
 from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, callback, telling_no_values
 from adp2sgd.exchange.shared import require_linux
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.randomness.streams import Streams
-from adp2sgd.run_folder import Folder, LearnerResult, Point, Run
+from adp2sgd.run_folder import Folder, LearnerResult, Run
 from adp2sgd.task import Task
 from adp2sgd.tasks import named
 
@@ -87,7 +86,7 @@ def _train(
         config, task, kept.get("seed"), resumed=resume
     )  # before the folder: a wrong task leaves nothing behind
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
-    with home.held():
+    with home.held(), closing(setup):
         if resume:
             _read_session(home)  # it may have ended since
         with closing(ForkServer()) as server:
@@ -145,10 +144,10 @@ def _result(supervisor: Supervisor, home: Folder) -> Run:
     setup, states = supervisor.setup, supervisor.states
     if not states:
         raise RunError(f"no learner ended with a model; what happened: {'; '.join(supervisor.notes)}")
-    theta = average(list(states.values())).to(setup.compute.device)
+    mean = mean_of(state.to(setup.compute.device) for state in states.values())
     try:
-        save_model(setup, theta, home)  # it is paid for, whatever becomes of its evaluation
-        run = _evaluated(supervisor, home, theta)
+        save_model(setup, mean.theta, home)  # it is paid for, whatever becomes of its evaluation
+        run = _evaluated(supervisor, home, mean)
         home.append_point(run.curve[-1])
         home.write_result(run)
     except OSError as error:
@@ -160,19 +159,12 @@ def _result(supervisor: Supervisor, home: Folder) -> Run:
     return run
 
 
-def _evaluated(supervisor: Supervisor, home: Folder, theta: Tensor) -> Run:
-    setup, states = supervisor.setup, supervisor.states
+def _evaluated(supervisor: Supervisor, home: Folder, mean: Mean) -> Run:
+    setup, theta = supervisor.setup, mean.theta
     accounts = [_account(setup, seat.learner, home, supervisor.notes) for seat in supervisor.seats]
     results = tuple(_learner_result(supervisor, home, seat, accounts[seat.learner]) for seat in supervisor.seats)
-    metrics = setup.held_out.figures(theta)
     steps = sum(each.steps for each in results)
-    point = Point(
-        global_steps=steps,
-        epoch=setup.plan.epoch(steps),
-        seconds=supervisor.seconds,
-        metrics=metrics,
-        consensus=consensus([state.to(setup.compute.device) for state in states.values()], theta),
-    )
+    point = setup.point(steps, supervisor.seconds, setup.held_out.figures(theta), mean)
     curve = (*(each for each in supervisor.curve if each.global_steps < steps), point)
     run = finish(setup, accounts, results, curve, theta=theta, clock="real", folder=str(home.path))
     return replace(run, notes=(*run.notes, *_told(supervisor)))
@@ -186,43 +178,28 @@ def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Acco
         budget = read_budget(setup.plan, learner, setup.site_names[learner], home.learner(learner))
         return Account(learner, budget, source)
     except LedgerError as error:
-        notes.append(f"learner {learner}: {error}")
+        notes.append(f"learner {setup.site_names[learner] or learner}: {error}")
         return Account(learner, None, source)
 
 
 def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: Account) -> LearnerResult:
-    setup, totals, steps = supervisor.setup, seat.totals, supervisor.steps(seat)
+    setup, totals = supervisor.setup, seat.totals
     state = supervisor.states.get(seat.learner)
     if state is None:
         saved = learner_checkpoint.load(home, seat.learner)
         state = saved.state if saved is not None and saved.tensors else None
     metrics: Figures = {} if state is None else setup.held_out.figures(state.to(setup.compute.device))
-    return LearnerResult(
-        learner=seat.learner,
-        steps=steps,
-        share=steps / max(1, supervisor.global_steps),
-        staleness_mean=totals.staleness_mean,
-        staleness_max=totals.staleness_max,
-        exchanges=totals.exchanges,
-        initiated=totals.initiated,
-        mixed_before=totals.mixed_before,
-        busy=totals.busy,
-        unconfirmed=totals.unconfirmed,
-        bytes_sent=totals.bytes_sent,
-        partners=totals.partners,
-        metrics=metrics,
-        expired=totals.expired,
-        halves=totals.halves + seat.died,
-        restarts=seat.restarts,
-        state=seat.fate,
-        clip_norm=seat.status.clip_norm,
-        **(account.budget.figures() if account.budget is not None else {}),
-    )
+    totals = replace(totals, steps=supervisor.steps(seat), halves=totals.halves + seat.died)
+    found = learner_result(
+        seat.learner, totals, metrics, account.budget,
+        global_steps=supervisor.global_steps, clip_norm=seat.status.clip_norm,
+    )  # fmt: skip
+    return replace(found, restarts=seat.restarts, state=seat.fate)
 
 
 def _told(supervisor: Supervisor) -> list[str]:
     """What happened, in words: the supervisor's notes, then what the learners said themselves."""
-    said = [f"learner {seat.learner} {note}" for seat in supervisor.seats for note in dict.fromkeys(seat.status.notes)]
+    said = [f"learner {seat.name} {note}" for seat in supervisor.seats for note in dict.fromkeys(seat.status.notes)]
     halves = sum(seat.totals.halves + seat.died for seat in supervisor.seats)
     unconfirmed = sum(seat.totals.unconfirmed for seat in supervisor.seats)
     if halves or unconfirmed:

@@ -1,4 +1,5 @@
-"""A simulation on disk, complete: weights, ŵ_k, velocities, clip norms, counts, the heap and the messages under way.
+"""A simulation on disk, complete: weights, ŵ_k, optimizer states, clip norms, counts, the heap and the messages
+under way.
 
 Random streams need no state: in a seeded run each is a function of seed, learner, purpose and step.
 """
@@ -82,8 +83,8 @@ def _pack_member(member: Member, tensors: dict[str, Tensor]) -> dict[str, Any]:
     learner = member.learner
     tensors[f"{learner.number}.state"] = learner.state
     tensors[f"{learner.number}.read"] = learner.read
-    if learner.velocity is not None:
-        tensors[f"{learner.number}.velocity"] = learner.velocity
+    for name, value in learner.optimizer.state.items():
+        tensors[f"{learner.number}.optimizer.{name}"] = value
     return {
         "steps": learner.steps,
         "clip_norm": learner.clip_norm,
@@ -104,8 +105,7 @@ def _unpack_member(member: Member, kept: dict[str, Any], tensors: dict[str, Tens
     learner = member.learner
     learner.state.copy_(tensors[f"{learner.number}.state"])
     learner.read.copy_(tensors[f"{learner.number}.read"])
-    if learner.velocity is not None:
-        learner.velocity.copy_(tensors[f"{learner.number}.velocity"])
+    learner.optimizer.restore({k: tensors[f"{learner.number}.optimizer.{k}"] for k in learner.optimizer.state})
     learner.clip_norm = kept.get("clip_norm")
     learner.resume_at(kept["steps"])
     learner.progress.restore(from_rows(kept["progress"]))

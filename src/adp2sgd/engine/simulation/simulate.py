@@ -20,17 +20,20 @@ import torch
 from torch import Tensor
 
 from adp2sgd.config import Config
+from adp2sgd.data.indexed import start_reading
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.divergence import Watch
-from adp2sgd.engine.evaluate import Figures, average, consensus
+from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
-from adp2sgd.engine.result import finish, save_model
+from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
 from adp2sgd.engine.simulation import checkpoint
 from adp2sgd.engine.simulation.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.simulation.open_files import allow_open_files
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
+from adp2sgd.engine.spending import Spending
 from adp2sgd.engine.status import RunStatus, StatusFile
+from adp2sgd.engine.theta import mean_of
 from adp2sgd.engine.threads import suited_threads
 from adp2sgd.errors import InterruptedRunError, callback, telling_no_values
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
@@ -71,11 +74,13 @@ def _simulate(
     saved = checkpoint.read(Folder.open(folder)) if resume else None
     # Before the folder is made: a wrong task leaves nothing behind.
     setup = prepare(config, task, saved.seed if saved else None, resumed=resume)
+    start_reading(setup.task.train)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     simulation = kind(setup, home, StatusFile(home, on_status))
     with (
         home.held(),
         home.telling_of_full_disks(),
+        closing(setup),
         closing(simulation),
         suited_threads(len(simulation.setup.compute.model.weights), config.batch_size),
     ):
@@ -105,6 +110,7 @@ class Simulation:
         self._on_status = on_status
         self._next_status = 0.0
         self._watch = Watch(folder)
+        self._spending = Spending(())
         self._pool = Pool()
 
     def _post(self, message: Message) -> None:
@@ -120,6 +126,8 @@ class Simulation:
             learner = self.setup.learner(number, self.folder.learner(number))
             exchange = Exchange(learner, MemoryCarrier(learner, self._post, self._pool))
             self.members.append(Member(learner, exchange))
+        self._spending = Spending([m.learner.budget.plan for m in self.members if m.learner.budget is not None])
+        self._spending.start()
 
     def start(self) -> None:
         """Everything that happens at time 0."""
@@ -146,6 +154,7 @@ class Simulation:
             return self._result()  # the steps are done: an interruption now waits for the result
 
     def close(self) -> None:
+        self._spending.close()
         self.folder.flush()
         for member in self.members:
             if member.learner.budget is not None:
@@ -155,7 +164,8 @@ class Simulation:
         """Let exchanges under way complete."""
 
     def states(self) -> list[Tensor]:
-        return [member.learner.state for member in self.members]
+        """What is evaluated of the learners."""
+        return [member.learner.optimizer.evaluated(member.learner.state) for member in self.members]
 
     def checkpoint(self) -> None:
         self._look()
@@ -179,51 +189,31 @@ class Simulation:
             raise error
 
     def _keep_schedule(self, before: int) -> None:
-        config = self.setup.plan.config
-        if self._passed(config.evaluate_every, before):
+        plan = self.setup.plan
+        if plan.passed(plan.config.evaluate_every, before, self.global_steps):
             self._evaluate()
-        if config.checkpoint_every and self._passed(config.checkpoint_every, before):
+        if plan.passed(plan.config.checkpoint_every, before, self.global_steps):
             self.checkpoint()
-        share = max(1, self.setup.plan.target_steps // STATUSES)
+        share = max(1, plan.target_steps // STATUSES)
         if self.global_steps // share != before // share or time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + STATUS_S
             self._on_status(self.status)
 
     @property
     def status(self) -> RunStatus:
-        plan = self.setup.plan
-        return RunStatus(
-            task=plan.config.task,
-            algorithm=plan.config.algorithm,
-            clock="virtual",
-            seconds=self.time,
-            global_steps=self.global_steps,
-            target_steps=plan.target_steps,
-            epoch=plan.epoch(self.global_steps),
-            epochs=plan.config.epochs,
-            learners=tuple(
-                member.status(name) for member, name in zip(self.members, self.setup.site_names, strict=True)
-            ),
-            curve=tuple(self.curve),
-            notes=self.setup.notes,
-        )
-
-    def _passed(self, every_epochs: float, before: int) -> bool:
-        steps = every_epochs * self.setup.plan.steps_per_epoch
-        return before // steps != self.global_steps // steps
+        budgets = (member.learner.budget for member in self.members)
+        self._spending.drawn = [None if budget is None else budget.steps for budget in budgets]
+        named = zip(self.members, self.setup.site_names, strict=True)
+        learners = (member.status(name, self._spending) for member, name in named)
+        return RunStatus.of(
+            self.setup.plan, self.global_steps, self.time, learners,
+            clock="virtual", curve=self.curve, notes=self.setup.notes,
+        )  # fmt: skip
 
     def _evaluate(self) -> Point:
         self._look()
-        states = self.states()
-        theta = average(states)
-        metrics = self.setup.held_out.figures(theta)
-        point = Point(
-            global_steps=self.global_steps,
-            epoch=self.setup.plan.epoch(self.global_steps),
-            seconds=self.time,
-            metrics=metrics,
-            consensus=consensus(states, theta),
-        )
+        mean = mean_of(self.states())
+        point = self.setup.point(self.global_steps, self.time, self.setup.held_out.figures(mean.theta), mean)
         self.curve.append(point)
         self.folder.append_point(point)
         return point
@@ -234,7 +224,7 @@ class Simulation:
     def _result(self) -> Run:
         """The models come first: they are paid for, whatever becomes of their evaluation."""
         self._look()
-        theta = average(self.states())
+        theta = mean_of(self.states()).theta
         save_model(self.setup, theta, self.folder)
         for member in self.members:
             learner_checkpoint.save(self.folder, member.learner, member.learner.state, {"steps": member.learner.steps})
@@ -256,32 +246,19 @@ class Simulation:
 
     def _learner_results(self) -> tuple[LearnerResult, ...]:
         """Equal models, as after SYNC's all-reduce, are evaluated once."""
-        found: list[LearnerResult] = []
+        found, states = list[LearnerResult](), self.states()
         for before, member in zip((None, *self.members), self.members, strict=False):
-            if before is None or not torch.equal(before.learner.state, member.learner.state):
-                metrics = self.setup.held_out.figures(member.learner.state)
+            if before is None or not torch.equal(states[before.learner.number], states[member.learner.number]):
+                metrics = self.setup.held_out.figures(states[member.learner.number])
             found.append(self._learner_result(member, metrics))
         return tuple(found)
 
     def _learner_result(self, member: Member, metrics: Figures) -> LearnerResult:
-        learner, counters = member.learner, member.counters
-        return LearnerResult(
-            learner=learner.number,
-            steps=counters.steps,
-            share=counters.steps / max(1, self.global_steps),
-            staleness_mean=counters.staleness_mean,
-            staleness_max=counters.staleness_max,
-            exchanges=counters.exchanges,
-            initiated=counters.initiated,
-            mixed_before=counters.mixed_before,
-            busy=counters.busy,
-            unconfirmed=counters.unconfirmed,
-            bytes_sent=counters.bytes_sent,
-            partners=counters.partners,
-            metrics=metrics,
-            clip_norm=learner.clip_norm,
-            **(learner.budget.figures() if learner.budget is not None else {}),
-        )
+        learner = member.learner
+        return learner_result(
+            learner.number, member.counters, metrics, learner.budget,
+            global_steps=self.global_steps, clip_norm=learner.clip_norm,
+        )  # fmt: skip
 
 
 class Asynchronous(Simulation):

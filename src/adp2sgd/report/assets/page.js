@@ -137,9 +137,12 @@
 
   async function follow() {
     let told = "connected";
+    let wait = facts.live_s;
     try {
       const answer = await fetch("update", { cache: "no-store" });
+      if (!answer.ok) throw new Error(answer.statusText);
       const news = await answer.json();
+      wait = news.wait_s;
       figures = new Map(news.figures.map((each) => [each.id, each]));
       renew(news.content);
       await drawAll();
@@ -150,7 +153,7 @@
     }
     if (byId("connection").textContent !== told) byId("connection").textContent = told;
     root.dataset.updates = String(Number(root.dataset.updates || 0) + 1);
-    if (!told.startsWith("the run has ended")) setTimeout(follow, facts.live_s * 1000);
+    if (!told.startsWith("the run has ended")) setTimeout(follow, wait * 1000);
   }
 
   show(dark.matches ? "dark" : "light").then(() => {
