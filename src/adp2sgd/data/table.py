@@ -70,7 +70,7 @@ def load(
     chosen = schema.target(label, target, classes, class_weights)
     encoder = Encoder(features=tuple(map(schema.feature, names)), target=chosen, written=written)
     source = _source(table, encoder, test, site, unit)
-    return replace(source, fitted=", ".join(schema.fitted) or None)
+    return replace(source, fitted=schema.fitted)
 
 
 def _source(table: Table, encoder: Encoder, test: Bools, site: str | None, unit: str | None) -> Source:
