@@ -184,7 +184,9 @@ def test_a_unit_at_two_learners_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="a patient_id has records at north and at south") as caught:
         simulate(per_patient(folder))
     assert "\n" not in str(caught.value)
-    assert simulate(per_patient(folder).replace(data=Data(partition="iid"))).guarantee.unit == "patient_id"  # dealt out anew
+    assert (
+        simulate(per_patient(folder).replace(data=Data(partition="iid"))).guarantee.unit == "patient_id"
+    )  # dealt out anew
 
 
 def test_a_ledger_is_for_one_unit(tmp_path: Path) -> None:
