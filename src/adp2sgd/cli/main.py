@@ -62,10 +62,20 @@ def options(
         os.environ["ADP2SGD_DATA"] = str(data_dir)
 
 
-def demo(json: Json = False) -> None:
+def demo(
+    sites: Annotated[
+        bool, typer.Option("--sites", help="Four hospitals over TLS instead, one killed and restarted.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """Compare SYNC, ADPSGD and A(DP)²SGD on handwritten digits, with one slow learner. Takes seconds."""
     from adp2sgd.cli import view
 
+    if sites:
+        with view.waiting():
+            from adp2sgd.cli import demo_sites
+        demo_sites.play(as_json=json)
+        return
     with view.waiting():
         from adp2sgd.cli import demo as story
 
@@ -73,7 +83,7 @@ def demo(json: Json = False) -> None:
 
 
 VERBS: tuple[tuple[str, Callable[..., None], str, str], ...] = (  # name, function, summary in a line, example
-    ("demo", demo, "See what asynchrony and privacy cost, in seconds.", ""),
+    ("demo", demo, "See what asynchrony and privacy cost, in seconds.", "--sites"),
     (
         "init",
         init,
