@@ -1,4 +1,4 @@
-"""Settings of private mode that cannot give a guarantee: refused before a run starts."""
+"""Refuses settings of private mode that cannot give a guarantee, before a run starts."""
 
 from __future__ import annotations
 

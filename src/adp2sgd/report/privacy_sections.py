@@ -74,6 +74,7 @@ def strength(known: PrivacyFacts) -> Section:
 
 
 def unit_of_privacy(known: PrivacyFacts) -> Section:
+    text: tuple[str, ...]
     if known.per_record:
         text = (
             "The unit is one record: one training example.",
