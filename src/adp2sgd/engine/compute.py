@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adp2sgd import tree
+from adp2sgd.config import Config
 from adp2sgd.device import AUTOCAST, compiled, tune
 from adp2sgd.engine.plan import Plan
 from adp2sgd.errors import WITHHELD, ConfigError, kind, tellable
@@ -20,7 +21,7 @@ from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.mechanism import beside_count
 from adp2sgd.task import Task
 
-SEEDED_PIECE = 512  # most rows (a record has `copies` of them) whose gradients are taken at once in a seeded run
+SEEDED_PIECE = 512  # most rows whose gradients are taken at once in a seeded run; a record or unit may have several
 
 
 class Compute:
@@ -53,7 +54,7 @@ class Compute:
         choice. A seeded run does not depend on the memory that happens to be free.
         """
         config = self.plan.config
-        copies = config.privacy.copies
+        copies = rows_together(config, self.task)
         piece = None if config.seed is None else max(1, SEEDED_PIECE // copies)
         made = choose.build(
             self.model, self.task.loss, clipper=config.privacy.clipper, copies=copies, piece=piece,
@@ -104,18 +105,26 @@ def _same_place(tensor: Tensor, vector: Tensor, other: Tensor) -> Tensor | None:
     return other[start : start + tensor.numel()].view(tensor.shape)
 
 
+def rows_together(config: Config, task: Task) -> int:
+    """Rows that are clipped as one: the copies of a record, or those of all rows of a unit."""
+    return config.privacy.copies * (1 if task.train.units is None else config.privacy.records_per_unit)
+
+
 def build_model(task: Task, device: torch.device, name: str, seed: int, *, private: bool) -> FlatModel:
     """The model of the task called `name`, with initial weights from `seed`."""
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            return FlatModel(task.model(), device)
+            model = FlatModel(task.model(), device)
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise ConfigError(f'the model of task = "{name}" does not fit into memory; make it smaller') from None
         if private and not tellable(error):
             raise ConfigError(f'the model of task = "{name}" cannot be made ({kind(error)}); {WITHHELD}') from None
         raise
+    if not len(model.weights):
+        raise ConfigError(f'the model of task = "{name}" has no trainable parameter; set requires_grad on some')
+    return model
 
 
 def begin_with(model: FlatModel, path: Path) -> None:

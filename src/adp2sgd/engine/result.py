@@ -181,7 +181,7 @@ def _guarantee(learners: Sequence[Accounted], *, at_cap: bool) -> Guarantee | No
     }
     alone = max(each.epsilon_alone or 0.0 for each in found)
     threat = min((each.threat_model for each in found), key=_covers_time)
-    told |= {"epsilon_alone": alone, "threat_model": threat, "valid_if": "no record lies at two learners"}
+    told |= {"epsilon_alone": alone, "threat_model": threat, "valid_if": f"no {weakest.unit} lies at two learners"}
     if at_cap:
         told["epsilon_spent"] = weakest.epsilon
     return replace(weakest, **told)

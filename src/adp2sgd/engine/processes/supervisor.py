@@ -175,7 +175,7 @@ class Supervisor:
         inherit a dataset that is read by index, and each the numbers of its own site's records."""
         setup = self.setup
         nothing = setup.task.train.take(torch.empty(0, dtype=torch.int64))
-        largest = max(map(len, setup.shards))
+        largest = max(each.count for each in setup.populations)
         task = pack((setup.plan, replace(setup.task, train=nothing)))
         sites = (setup.site(seat.learner) for seat in self.seats)
         return task, [pack((site.name, detached(site.task.train), largest)) for site in sites]

@@ -120,8 +120,8 @@ def _plan(setup: Setup, home: Folder) -> list[Plan]:
         return []
     plans = []
     for learner in range(setup.plan.config.learners):
-        name, records = setup.site_names[learner], len(setup.shards[learner])
-        with closing(open_budget(setup.plan, learner, name, records, home.learner(learner))) as budget:
+        name, own = setup.site_names[learner], setup.populations[learner]
+        with closing(open_budget(setup.plan, learner, name, own, home.learner(learner))) as budget:
             plans.append(budget.plan)
     return plans
 
