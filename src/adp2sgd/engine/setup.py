@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -125,7 +126,9 @@ def _mixed_sites(config: Config, task: Task) -> list[str]:
 def _with_workers(task: Task, workers: int) -> Task:
     """Datasets that are read by index get readers of their own, which end with the run."""
     parts = {"train": task.train, "test": task.test}
-    read = {name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)}
+    read: dict[str, Any] = {
+        name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)
+    }
     if not read:
         return task
     task = replace(task, **read)
