@@ -154,8 +154,8 @@ def learner_result(
 
 
 def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
-    """Who trained no more from some step on: with uneven speeds the fast learners, to the surprise of many. In a
-    `whole` run where all have taken the last step that they may, they have simply finished."""
+    """A note on the learners that reached their cap: with uneven speeds, the fast ones. There is none for a `whole` run
+    in which all learners reached it, because that is how such a run ends."""
     at = [
         each.number for each in learners if each.budget is not None and each.budget.steps >= each.budget.plan.max_steps
     ]
@@ -170,7 +170,7 @@ def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
 
 def _guarantee(learners: Sequence[Accounted], *, at_cap: bool) -> Guarantee | None:
     """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
-    spent, and the largest that was. `at_cap`: a run whose end was chosen counts as if it had spent all that it may."""
+    spent, and the largest that was. `at_cap`: a run that was stopped counts as having spent all that it may."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
     if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
         return None
