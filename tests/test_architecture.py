@@ -59,6 +59,7 @@ ENGINE = {  # inside engine/, from what all share to what drives
     "checkpoint": 1,
     "divergence": 1,
     "interrupt": 0,
+    "pace": 0,
     "speeds": 0,
     "spending": 0,
     "threads": 0,
