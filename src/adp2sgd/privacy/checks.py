@@ -250,10 +250,10 @@ def _random_state(device: torch.device) -> Tensor:
 def refuse_shape(losses: Tensor, count: int, error: type[Adp2sgdError] = PrivacyError) -> None:
     """A loss must be one number for each record."""
     if losses.shape != (count,):
-        raise error(
-            f"the loss of {count} records has shape {tuple(losses.shape)}; return one loss per record, "
-            'as torch losses do with reduction="none"'
-        )
+        fix = 'return one loss per record, as torch losses do with reduction="none"'
+        if losses.dim() > 1 and len(losses) == count:  # of pixels, frames or tokens
+            fix = "return one loss per record: take the mean over the other dimensions, as in losses.flatten(1).mean(1)"
+        raise error(f"the loss of {count} records has shape {tuple(losses.shape)}; {fix}")
 
 
 def refuse_batchnorm(module: nn.Module) -> None:
