@@ -47,9 +47,10 @@ LAYERS = {
     "callbacks": 4,
     "engine": 11,
     "report": 12,
-    "cli": 13,
-    "__init__": 14,
-    "__main__": 15,
+    "doctor": 13,
+    "cli": 14,
+    "__init__": 15,
+    "__main__": 16,
 }
 ENGINE = {  # inside engine/, from what all share to what drives
     "plan": 0,
