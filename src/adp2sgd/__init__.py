@@ -34,10 +34,11 @@ if TYPE_CHECKING:
         PrivacyError,
         RunError,
     )
+    from adp2sgd.model_folder import Model, load_model
     from adp2sgd.models.norm import without_batchnorm
     from adp2sgd.privacy.calibrate import epsilon, noise_for, steps_for
     from adp2sgd.privacy.mechanism import Guarantee
-    from adp2sgd.run_folder import Run, load_model, read_result
+    from adp2sgd.run_folder import Run, read_result
     from adp2sgd.task import Task
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "InterruptedRunError",
     "LearnerStatus",
     "LedgerError",
+    "Model",
     "Network",
     "Optimizer",
     "Privacy",
@@ -86,6 +88,7 @@ _HOMES = {
     "LearnerStatus": "engine.status",
     "LedgerError": "errors",
     "PrivacyError": "errors",
+    "Model": "model_folder",
     "Records": "data.records",
     "Run": "run_folder",
     "RunError": "errors",
@@ -93,7 +96,7 @@ _HOMES = {
     "Task": "task",
     "as_records": "data.indexed",
     "epsilon": "privacy.calibrate",
-    "load_model": "run_folder",
+    "load_model": "model_folder",
     "noise_for": "privacy.calibrate",
     "read_result": "run_folder",
     "simulate": "engine.simulation.simulate",

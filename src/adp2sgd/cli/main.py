@@ -16,6 +16,7 @@ import typer
 
 from adp2sgd.cli.certs import certs
 from adp2sgd.cli.live import Open, opened
+from adp2sgd.cli.model import finished
 from adp2sgd.cli.privacy import Json, privacy
 from adp2sgd.cli.report import report
 from adp2sgd.cli.sites import sites
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.add_typer(privacy, name="privacy")
 app.add_typer(certs, name="certs")
 app.add_typer(sites)  # join, status
+app.add_typer(finished)  # predict, evaluate, export
 app.command(epilog="Example: adp2sgd report runs/first runs/second -o comparison.html")(report)
 
 INTERRUPTED = 130

@@ -21,6 +21,7 @@ from adp2sgd.files import replacing
 
 if TYPE_CHECKING:
     from adp2sgd.data.encoder import Encoder
+    from adp2sgd.data.image_encoder import ImageEncoder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +38,7 @@ class Source:
     fitted: str | None = None
     loss: Callable[[Tensor, Tensor], Tensor] | None = None  # one per record; None: the cross-entropy
     metrics: tuple[str, ...] = ("accuracy",)
-    encoder: Encoder | None = None  # turns new inputs into records without the training data
+    encoder: Encoder | ImageEncoder | None = None  # turns new inputs into records without the training data
 
 
 def cache_folder() -> Path:

@@ -20,7 +20,7 @@ PRIVATE = {"mode": "private", "epsilon": 3.0, "delta": 1e-4}
 
 
 def models(hospitals: Hospitals) -> list[torch.Tensor]:
-    found = [load_file(hospitals.folder(name) / "model.safetensors") for name in hospitals.names]
+    found = [load_file(hospitals.folder(name) / "model/weights.safetensors") for name in hospitals.names]
     return [torch.cat([each.flatten() for each in model.values()]) for model in found]
 
 

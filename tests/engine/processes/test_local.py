@@ -132,7 +132,7 @@ def assert_whole(run: Run, folder: Path) -> None:
     settings = Folder.open(folder).settings
     task = resolve(str(settings.task), settings.options)
     module = task.model()
-    module.load_state_dict(load_file(folder / "model.safetensors"))
+    module.load_state_dict(load_file(folder / "model/weights.safetensors"))
     losses = task.loss(module.eval()(task.prepare(task.test.inputs)), task.test.targets)
     assert float(losses.detach().mean()) == pytest.approx(run.loss, rel=1e-5)
 
