@@ -37,7 +37,7 @@ class Row:
 def settings(epsilons: list[float]) -> Iterator[tuple[str, Config]]:
     """The rows of the table."""
     together, private = load_config(HERE / "heart.toml"), load_config(HERE / "heart_private.toml")
-    alone = together.replace(learners=1, data=Data())
+    alone = together.replace(learners=1, data=Data(partition="iid"))
     for hospital in HOSPITALS:
         yield f"{hospital} alone", alone.replace(options={"only": hospital})
     yield "all records pooled", alone

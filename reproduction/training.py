@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from adp2sgd import config
-from adp2sgd.cli import view
+from adp2sgd.cli.liveview import watching
+from adp2sgd.cli.view import named
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds
 from adp2sgd.device import can_compile, laid_out, let_go, precision_on
 from adp2sgd.engine import simulate, train
@@ -87,7 +88,7 @@ def digit_rows(**options: int) -> Task:
 
 def stretched(optimizer: Optimizer, factor: float) -> Optimizer:
     """The same course of learning rates in `factor` times the epochs."""
-    schedule = tuple((epoch * factor, rate) for epoch, rate in optimizer.schedule)
+    schedule = tuple((epoch * factor, rate) for epoch, rate in optimizer.rates)
     warmup = optimizer.warmup.replace(epochs=optimizer.warmup.epochs * factor)
     return optimizer.replace(schedule=schedule, warmup=warmup, decay=optimizer.decay ** (1 / factor))
 
@@ -95,7 +96,7 @@ def stretched(optimizer: Optimizer, factor: float) -> Optimizer:
 def doubled(settings: Config) -> Config:
     """Case III: twice the batch at twice the learning rate."""
     optimizer = settings.optimizer
-    schedule = tuple((epoch, 2 * rate) for epoch, rate in optimizer.schedule)
+    schedule = tuple((epoch, 2 * rate) for epoch, rate in optimizer.rates)
     warmup = optimizer.warmup.replace(from_=2 * optimizer.warmup.from_)
     fast = optimizer.replace(lr=2 * optimizer.lr, schedule=schedule, warmup=warmup)
     return settings.replace(batch_size=2 * settings.batch_size, optimizer=fast)
@@ -242,7 +243,7 @@ def _simulated(settings: Config, folder: Path, resume: bool, points: dict[int, P
         points |= {p["global_steps"]: Point(**p) for p in checkpoint.read(Folder.open(folder)).facts["curve"]}
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    with view.progress(settings, quiet=quiet) as show:
+    with watching(named(settings), quiet=quiet) as show:
 
         def on_status(status: RunStatus) -> None:
             if status.point is not None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from adp2sgd.randomness.streams import Streams
 from adp2sgd.sampler import Sampler
 from adp2sgd.task import Task
 from adp2sgd.tasks import resolve
+from command import Command
 
 ROOT = Path(__file__).parents[1]
 REAL_DATA = ROOT.parent / "shared" / "data"
@@ -81,7 +83,7 @@ def quadratic_config() -> Config:
     )
 
 
-def make_learner(number: int, task: Task | None = None, **optimizer: float) -> Learner:
+def make_learner(number: int, task: Task | None = None, **optimizer: Any) -> Learner:
     """A learner on its own, outside any engine."""
     task = task or resolve("quadratic", {"records": 50, "dimension": 3})
     streams, model = Streams(0, number), FlatModel(task.model())
@@ -106,6 +108,13 @@ def adp2sgd(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.Comp
     """The command line in a real process."""
     command = [sys.executable, "-m", "adp2sgd", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """The command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture

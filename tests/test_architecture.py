@@ -69,6 +69,7 @@ ENGINE = {  # inside engine/, from what all share to what drives
     "site": 2,
     "validate": 2,
     "setup": 3,
+    "forecast": 4,
     "worker": 4,
     "result": 4,
     "simulation": 5,

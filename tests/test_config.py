@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,10 @@ def test_the_document_has_every_field_with_its_default() -> None:
     }
     expected = set()
     for section, name, value in fields_of(Config()):
-        shown = "–" if value is None else f"`{tomli_w.dumps({'x': value}).partition('= ')[2].strip()}`"
+        written = tomli_w.dumps({"x": value}) if value is not None else "= –"
+        one_line = re.sub(r"\[\s+|\s+\]", "", " ".join(written.partition("= ")[2].split()))
+        one_line = f"[{one_line.rstrip(',')}]" if isinstance(value, tuple) and value else one_line
+        shown = "–" if value is None else f"`{one_line}`"
         expected.add((section, f"| `{name}`", shown if value not in ((), {}) else "`[]`" if value == () else "`{}`"))
     assert rows == expected
 
@@ -216,3 +220,47 @@ def fields_of(part: Any, section: str = "", prefix: str = "") -> Iterator[tuple[
             yield from fields_of(value, section, f"{name}.")
         else:
             yield from fields_of(value, name)
+
+
+def test_another_privacy_mode_drops_the_fields_of_the_first_with_a_note() -> None:
+    private = Config(
+        privacy=Privacy(mode="private", epsilon=3.0, delta=1e-5, clip_norm=0.5, copies=2, ledger="ledgers")
+    )
+    plain, notes = private.changed(["privacy.mode=none"])
+    assert plain.privacy == Privacy(clip_norm=0.5, ledger="ledgers")
+    [note] = notes
+    assert 'privacy.mode = "none" drops' in note
+    assert all(f"privacy.{name}" in note for name in ("epsilon", "delta", "copies"))
+    paper, _ = private.changed(["privacy.mode=paper", "privacy.sigma=2"])
+    assert (paper.privacy.sigma, paper.privacy.epsilon) == (2.0, None)
+    back, notes = paper.changed(["privacy.mode=private", "privacy.epsilon=1", "privacy.delta=1e-5"])
+    assert (back.privacy.sigma, notes) == (None, ['privacy.mode = "private" drops privacy.sigma'])
+    assert private.changed(["learners=3"])[1] == []
+    with pytest.raises(ConfigError, match="means nothing"):  # what is asked for beside the mode is not dropped
+        private.changed(["privacy.mode=none", "privacy.epsilon=2"])
+
+
+def test_an_empty_setting_unsets_a_field() -> None:
+    config = Config(
+        seed=3, options={"limit": 5}, privacy=Privacy(mode="private", noise_multiplier=1.0, epsilon=2, delta=1e-5)
+    )
+    bare = config.with_settings(["seed=", "privacy.noise_multiplier=", "options.limit=", "learners="])
+    assert (bare.seed, bare.privacy.noise_multiplier, bare.options, bare.learners) == (None, None, {}, 8)
+    with pytest.raises(ConfigError, match=r'privacy.epsilom= .*did you mean "privacy.epsilon"'):
+        config.with_settings(["privacy.epsilom="])
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("learnes=3", ' (did you mean "learners"?)'),
+        ("optimizer.xyz=1", ""),
+        ("privacy.epsilom=1", ' (did you mean "epsilon"?)'),
+        ("data.partition=sites", ' (did you mean "site"?)'),
+        ("algorithm=adpsdg", ' (did you mean "adpsgd"?)'),
+    ],
+)
+def test_a_misspelt_key_or_name_is_met_with_the_right_one(setting: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config().with_settings([setting])
+    assert re.search(rf"unknown( key)?{re.escape(meant)}; ", str(caught.value))

@@ -22,7 +22,7 @@ from adp2sgd.data.batches import Batch
 from adp2sgd.device import SETTLED, draws
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.privatize import Gradient, GradientStep, PrivateStep, Summed
-from adp2sgd.optimizer import Optimizer
+from adp2sgd.optimizer import EMA, Optimizer
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.progress import Progress
 from adp2sgd.randomness.streams import Streams
@@ -43,6 +43,7 @@ class Learner:
         self,
         *,
         number: int,
+        name: str | None = None,
         model: FlatModel,
         sampler: Sampler,
         gradient_step: GradientStep,
@@ -51,14 +52,14 @@ class Learner:
         streams: Streams,
         budget: Budget | None = None,
     ) -> None:
-        self.number, self.steps = number, 0
+        self.number, self.name, self.steps = number, name or str(number), 0
         self.sampler, self.optimizer, self.progress, self.budget = sampler, optimizer, progress, budget
         shared = [model.weights, model.buffers] if budget is None else [model.weights]  # private: no buffer travels
         self.vector = SharedVector(torch.cat(shared))
         self.state = self.vector.values
-        self.weights = self.state[: len(model.weights)]
-        self.buffers = self.state[len(model.weights) :]
+        self.weights, self.buffers = self.state[: len(model.weights)], self.state[len(model.weights) :]
         self.read = self.state.clone()  # ŵ
+        optimizer.track(self.state)
         self.gradient_norm = torch.zeros(())  # of the last gradient, after the noise; stays at the learner
         self._model, self._gradient_step, self._streams = model, gradient_step, streams
         self._draws = budget is not None or draws(model.module)
@@ -73,7 +74,7 @@ class Learner:
     def gradient(self) -> Gradient:
         """The mean gradient at ŵ over the batch, privatized in private mode."""
         self._charge()
-        with withholding_records(self.sampler.task, self.number, private=self.budget is not None):
+        with withholding_records(self.sampler.task, self.name, private=self.budget is not None):
             batch = self.sampler.batch()
             return self._noise(self._clip(batch), batch)
 
@@ -110,13 +111,11 @@ class Learner:
     def _descend(self, gradient: Gradient) -> None:
         """Comes after the noise, so it costs no privacy."""
         self.gradient_norm = torch.linalg.vector_norm(gradient.vector)
-        rate = self.optimizer.rate(self.progress.epoch)
         with self.vector.mutex:
-            self.optimizer.descend(self.weights, gradient.vector, rate)
+            self.optimizer.descend(self.weights, gradient.vector, self.progress.epoch)
             if gradient.buffers is not None:
                 self.buffers.add_(gradient.buffers)
-
-    # ------------------------------------------------------------ what engines ask for beside it
+            self.optimizer.average(self.state)
 
     @property
     def may_step(self) -> bool:
@@ -142,6 +141,11 @@ class Learner:
         """A copy of the state to send, in `out` if given."""
         return self.vector.snapshot(out)
 
+    def evaluated(self, out: Tensor | None = None) -> Tensor:
+        """A copy of what is evaluated and exported: the exponential average of the state if there is one, else it."""
+        average = self.optimizer.state.get(EMA)
+        return self.snapshot(out) if average is None else self.vector.copy_of(average, out)
+
     def optimizer_state(self) -> dict[str, Tensor]:
         """A copy of the optimizer's state at one moment."""
         with self.vector.mutex:
@@ -151,7 +155,7 @@ class Learner:
         """Go on from another learner's model, with a new optimizer state: the old one belongs to a lost model."""
         with self.vector.mutex:
             self.state.copy_(state)
-            self.optimizer.reset()
+            self.optimizer.reset(self.state)
 
     def resume_at(self, step: int) -> None:
         """Go on after `step` own steps, with ŵ as restored from a checkpoint."""

@@ -96,6 +96,11 @@ class LearnerResult(Measured):
     def __post_init__(self) -> None:
         object.__setattr__(self, "partners", by_number(self.partners))
 
+    @property
+    def name(self) -> str:
+        """What people call the learner: its site where it has one, else its number."""
+        return self.site or str(self.learner)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Measured):

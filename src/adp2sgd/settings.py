@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
-from adp2sgd.errors import ConfigError
+from adp2sgd.errors import ConfigError, did_you_mean
 
 SHORT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")  # .5 and 5., which TOML takes for no numbers
 NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}
@@ -30,7 +30,10 @@ def require(holds: bool, key: str, value: object, fix: str) -> None:
 def one_of(key: str, value: str, known: Iterable[str]) -> None:
     """Refuse a name that is not known."""
     if value not in known:
-        raise ConfigError(f"{key} = {shown(value)} is unknown; use one of: {', '.join(known)}")
+        known = list(known)
+        raise ConfigError(
+            f"{key} = {shown(value)} is unknown{did_you_mean(value, known)}; use one of: {', '.join(known)}"
+        )
 
 
 def shown(value: object) -> str:
@@ -77,7 +80,10 @@ def section(kind: type[SectionT], raw: Mapping[str, Any]) -> SectionT:
     known = {f.name.rstrip("_"): f.name for f in dataclasses.fields(kind)}
     for key, value in raw.items():
         if key not in known:
-            raise ConfigError(f"{kind.WHERE}{key} = {shown(value)} is an unknown key; known here: {', '.join(known)}")
+            meant = did_you_mean(key, known)
+            raise ConfigError(
+                f"{kind.WHERE}{key} = {shown(value)} is an unknown key{meant}; known here: {', '.join(known)}"
+            )
     return kind(**{known[key]: value for key, value in raw.items()})
 
 
@@ -158,3 +164,14 @@ def put(raw: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"--set {key}: {part} is not a table; a run's config.toml shows which there are")
     table[last] = value
+
+
+def unset(raw: dict[str, Any], key: str) -> None:
+    """Remove the entry `a.b` of nested tables, so that its default holds; nothing where there is none."""
+    *path, last = key.split(".")
+    table: Any = raw
+    for part in path:
+        table = table.get(part)
+        if not isinstance(table, dict):
+            return
+    table.pop(last, None)

@@ -30,8 +30,12 @@ class SharedVector:
 
     def copy_to(self, out: Tensor) -> Tensor:
         """All values at one moment, in `out`."""
+        return self.copy_of(self.values, out)
+
+    def copy_of(self, vector: Tensor, out: Tensor | None = None) -> Tensor:
+        """A copy of a vector that the owner changes together with the values, at one moment."""
         with self.mutex:
-            return out.copy_(self.values)
+            return vector.clone() if out is None else out.copy_(vector)
 
     def snapshot(self, out: Tensor | None = None) -> Tensor:
         """A copy to send, in `out` if given."""

@@ -22,7 +22,7 @@ from adp2sgd.data.preparation import floats
 from adp2sgd.data.records import RecordSet
 from adp2sgd.errors import ConfigError, DataError, OtherProcessError
 from adp2sgd.losses import Loss, cross_entropy, loss_of
-from adp2sgd.metrics import Given, Metric, metrics_of
+from adp2sgd.metrics import SMALLER_IS_BETTER, Given, Metric, metrics_of
 from adp2sgd.tree import Inputs
 
 __all__ = ["Augment", "Loss", "Task", "cross_entropy"]
@@ -80,6 +80,7 @@ class Task:
             metrics = ("accuracy",) if chosen is cross_entropy else ()
         measured = metrics_of(metrics)
         monitor = monitor or next(iter(measured), "loss")
+        monitor = f"-{monitor}" if monitor in SMALLER_IS_BETTER else monitor
         if monitor.removeprefix("-") not in (*measured, "loss"):
             known = ", ".join((*measured, "loss"))
             raise ConfigError(f'Task.monitor = "{monitor}" is none of its metrics; use one of: {known}')

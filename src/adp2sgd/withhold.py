@@ -12,7 +12,7 @@ from adp2sgd.task import Task
 
 
 @contextmanager
-def withholding_records(task: Task, learner: int, *, private: bool) -> Iterator[None]:
+def withholding_records(task: Task, learner: str, *, private: bool) -> Iterator[None]:
     """In private mode an error becomes one that names the learner, the part of the task and the line of code alone.
 
     That includes errors of this package: the task's own code may raise them, and some of ours state a batch's size.

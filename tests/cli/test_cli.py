@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import pty
 import signal
 import subprocess
@@ -19,32 +20,8 @@ import pytest
 
 from adp2sgd.cli import main as cli
 from adp2sgd.cli import view
+from command import Command
 from conftest import adp2sgd
-
-
-class Command:
-    """Calls the command line in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch, self._capsys = monkeypatch, capsys
-
-    def __call__(self, *arguments: str) -> tuple[int, str, str]:
-        self._monkeypatch.setattr(sys, "argv", ["adp2sgd", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = self._capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    def json(self, *arguments: str) -> Any:
-        code, out, complaint = self(*arguments, "--json")
-        assert (code, complaint) == (0, "")
-        return json.loads(out)
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    monkeypatch.chdir(tmp_path)
-    return Command(monkeypatch, capsys)
 
 
 def test_topology_prints_its_figures(command: Command) -> None:
@@ -216,7 +193,40 @@ def test_what_was_spent(command: Command) -> None:
 
 
 def test_version(command: Command) -> None:
-    assert command("--version")[1].startswith("adp2sgd 0.1")
+    import torch
+
+    own, python, torch_line, cuda = command("--version")[1].splitlines()
+    assert own.startswith("adp2sgd 0.1")
+    assert python.startswith(f"Python {platform.python_version()}")
+    assert torch_line == f"torch {torch.__version__}"
+    assert cuda.startswith(f"CUDA {torch.version.cuda or 'none'}")
+
+
+def test_help_is_whole_sentences_and_short_options_work(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for group in ([], ["privacy"]):
+        code, out, _ = command(*group, "-h")
+        listed = out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+        assert code == 0
+        assert len(listed) >= 5
+        assert all(line.endswith(".") and not line.endswith("...") for line in listed), listed
+    assert command("simulate", "-h")[1] == command("simulate", "--help")[1]
+
+
+def test_the_shell_completes_commands_and_fields(tmp_path: Path) -> None:
+    def completed(line: str) -> list[str]:
+        words = {"_ADP2SGD_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+        command = [sys.executable, "-m", "adp2sgd"]
+        done = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
+        return done.stdout.split()
+
+    assert completed("adp2sgd si") == ["simulate"]
+    assert completed("adp2sgd simulate --set privacy.ep") == ["privacy.epsilon="]
+
+
+def test_a_misspelt_command_is_met_with_the_right_one(command: Command) -> None:
+    code, _, complaint = command("simulat")
+    assert (code, "Did you mean 'simulate'?" in complaint) == (2, True)
 
 
 def test_the_demo_ends_in_a_table(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from adp2sgd.errors import ConfigError
 from adp2sgd.run_folder import Folder
 from adp2sgd.task import Task
 from adp2sgd.tasks import resolve
+from command import Command
 from conftest import ROOT, adp2sgd
-from test_cli import Command
 
 MARK = "was imported"
 CODE = f"""

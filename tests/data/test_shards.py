@@ -32,6 +32,7 @@ def test_every_record_belongs_to_exactly_one_learner(data: st.DataObject) -> Non
     how = data.draw(
         st.one_of(
             st.just(Data()),
+            st.just(Data(partition="iid")),
             st.builds(Data, partition=st.just("dirichlet"), alpha=st.floats(0.01, 100)),
             st.just(Data(partition="site")),
             st.lists(st.floats(0.01, 10), min_size=learners, max_size=learners).map(lambda s: Data(sizes=tuple(s))),
@@ -81,6 +82,8 @@ def test_impossible_splits_are_refused(how: Data, learners: int, words: str) -> 
         shards.split(records(30), how, learners, seed=0)
     with pytest.raises(ConfigError, match="learners = 4 but the data has 3 sites"):
         shards.split(records(30, sites=3), Data(partition="site"), 4, seed=0)
+    with pytest.raises(ConfigError, match=r'3 sites; set learners = 3, or data.partition = "iid"'):
+        shards.split(records(30, sites=3), Data(), 4, seed=0)
     with pytest.raises(DataError, match="every record needs both"):
         Records(torch.zeros(3), torch.zeros(2))
 

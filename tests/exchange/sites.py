@@ -12,7 +12,7 @@ from adp2sgd.exchange.handshake import Address, Peer
 from adp2sgd.exchange.neighbours import Event
 from adp2sgd.exchange.network import NetworkCarrier
 from adp2sgd.exchange.thread import ExchangeThread
-from adp2sgd.task import resolve
+from adp2sgd.tasks import resolve
 from certificates import Certified, identity, site
 from conftest import make_learner
 from worlds import wait_for

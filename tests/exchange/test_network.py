@@ -53,7 +53,7 @@ def test_exchange_threads_conserve_the_sum_and_reach_consensus(make: Make) -> No
         asker.thread.want(draw.choice([k for k in range(3) if k != asker.number]))
         time.sleep(0.02)
         for learner in learners:
-            with learner._mutex:
+            with learner.vector.mutex:
                 learner.state.add_(0.01)
     wait_for(lambda: not any(each.exchange.under_way for each in sites))
     completed = sum(each.tally.completed for each in sites)

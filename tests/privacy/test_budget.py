@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from adp2sgd.engine.budgets import open_budget
 from adp2sgd.engine.processes.train import Account
 from adp2sgd.engine.result import _guarantee
 from adp2sgd.engine.setup import prepare
-from adp2sgd.errors import ConfigError, LedgerError, PrivacyError
+from adp2sgd.errors import ConfigError, DivergedError, LedgerError, PrivacyError
 from adp2sgd.privacy import ledger
 from adp2sgd.privacy.accountant import epsilon
 from adp2sgd.privacy.budget import Budget, plan
@@ -455,11 +456,18 @@ def test_a_statement_needs_a_ledger_and_a_delta(two_sites: Config, tmp_path: Pat
 def test_a_learner_is_named_by_its_site(two_sites: Config, capsys: pytest.CaptureFixture[str]) -> None:
     settings = two_sites.replace(privacy=Privacy(), seed=1)
     print_run(simulate(settings))
-    assert "0 north" in capsys.readouterr().out
+    assert re.search(r"^ *north +\d", capsys.readouterr().out, re.MULTILINE)
     made = prepare(settings)
     nameless = replace(made, task=replace(made.task, train=replace(made.task.train, site_names=())))
     assert [made.site_names[1], nameless.site_names[1]] == ["south", "2"]  # the data's number for it
-    assert prepare(settings.replace(data=Data())).site_names[1] is None
+    assert prepare(settings.replace(data=Data())).site_names[1] == "south"  # sites stay apart unless asked otherwise
+    dealt = prepare(settings.replace(data=Data(partition="iid")))
+    assert dealt.site_names[1] is None
+    assert "no learner stands for a site" in dealt.notes[0]
+    assert made.notes == ()
+    wild = settings.replace(optimizer=Optimizer(lr=1e30))
+    with pytest.raises(DivergedError, match=r"learner (north|south) diverged"):
+        simulate(wild)
 
 
 def test_a_ledger_in_use_blocks_neither_the_others_nor_the_folder(two_sites: Config, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def make_large(path: Path, learners: int = 16, events: int = 100_000) -> Path:
         rows = zip(range(1, each + 1), seconds.tolist(), starts.tolist(), strict=True)
         folder.append_events(learner, [_step(step, second, start, learners) for step, second, start in rows])
     curve = tuple(
-        Point(global_steps=k, epoch=k / 100, seconds=k / 160, loss=5000 / (k + 1000), accuracy=None, consensus=1 / k)
+        Point(global_steps=k, epoch=k / 100, seconds=k / 160, metrics={"loss": 5000 / (k + 1000)}, consensus=1 / k)
         for k in range(1, events, events // 2000)
     )
     folder.write_points(curve)
@@ -64,14 +64,15 @@ def _result(path: Path, curve: tuple[Point, ...], learners: int, steps: int) -> 
     told = tuple(
         LearnerResult(
             learner=k, steps=steps, share=1 / learners, staleness_mean=float(learners), staleness_max=learners + 1,
-            exchanges=2 * steps, busy=7, unconfirmed=0, bytes_sent=10**6, loss=0.1, accuracy=None,
+            exchanges=2 * steps, busy=7, unconfirmed=0, bytes_sent=10**6, metrics={"loss": 0.1},
             restarts=int(k == 5), partners={(k + 1) % learners: steps, (k - 1) % learners: steps},
         )
         for k in range(learners)
     )  # fmt: skip
     return Run(
-        task="quadratic", algorithm="adpsgd", accuracy=None, loss=0.1, seconds=curve[-1].seconds, clock="real",
-        global_steps=steps * learners, overshoot=0, epochs=6.0, consensus=0.01, seeded=False, guarantee="none",
+        task="quadratic", algorithm="adpsgd", metrics={"loss": 0.1}, monitor="-loss", clock="real",
+        seconds=curve[-1].seconds, global_steps=steps * learners, overshoot=0, epochs=6.0, consensus=0.01,
+        seeded=False, guarantee=None,
         guarantee_why="the gradients carry no noise", noise_source="none", learners=told, sites={}, curve=curve,
         notes=(), versions={"torch": "2"}, folder=str(path),
     )  # fmt: skip

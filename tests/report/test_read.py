@@ -13,6 +13,7 @@ from adp2sgd.engine.status import RunStatus
 from adp2sgd.errors import ConfigError
 from adp2sgd.report.read import named_apart, of_run, read_run
 from adp2sgd.report.sampling import thinned
+from adp2sgd.report.words import best_metric
 from adp2sgd.run_folder import read_result
 from folders import PRIVATE, SMALL, make
 
@@ -74,13 +75,11 @@ def test_what_a_killed_run_left_is_read(folder: Path, tmp_path: Path) -> None:
     assert np.isfinite(data.learners[0].log.seconds).all()
 
 
-def test_other_metrics_and_a_guarantee_of_none_are_taken(folder: Path, tmp_path: Path) -> None:
-    """Results of other releases state metrics in a dictionary, and no guarantee as null."""
+def test_other_metrics_and_fields_of_other_releases_are_taken(folder: Path, tmp_path: Path) -> None:
     raw = json.loads((folder / "result.json").read_text())
     for each in (raw, *raw["curve"], *raw["learners"]):
-        loss = each.pop("loss")
-        each["metrics"] = {"auc": 0.75, "loss": loss, "missing": None}
-    raw |= {"guarantee": None, "a_field_of_tomorrow": 1}
+        each["metrics"] |= {"auc": 0.75, "missing": None}
+    raw |= {"monitor": "auc", "a_field_of_tomorrow": 1}
     raw["curve"][0]["metrics"]["auc"] = None
     (tmp_path / "config.toml").write_text((folder / "config.toml").read_text() + "\n[of_tomorrow]\nkey = 1\n")
     (tmp_path / "result.json").write_text(json.dumps(raw))
@@ -89,7 +88,7 @@ def test_other_metrics_and_a_guarantee_of_none_are_taken(folder: Path, tmp_path:
     assert data.learners[0].metrics["auc"] == 0.75
     assert np.isnan(data.curve.metrics["auc"][0])
     assert data.curve.metrics["auc"][1] == 0.75
-    assert data.guarantee is None
+    assert best_metric(data) == "auc"
     assert data.config["of_tomorrow.key"] == 1
 
 

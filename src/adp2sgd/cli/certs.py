@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from adp2sgd.cli.privacy import Json
+from adp2sgd.cli.options import Json
 from adp2sgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from adp2sgd.identity.revocation import Revoked
 
 certs = typer.Typer(
-    help="Make the consortium's authority, certify sites, renew and revoke.",
+    help="Make the consortium's authority, and certify sites.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from adp2sgd.cli import view
+from adp2sgd.cli.liveview import watching
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds
 from adp2sgd.engine import simulate
 from adp2sgd.run_folder import Run
@@ -48,7 +49,7 @@ def play(*, as_json: bool = False) -> None:
 
 
 def _run(name: str, config: Config) -> Run:
-    with view.progress(config, label=name) as on_status:
+    with watching(view.named(config, name)) as on_status:
         return simulate(config, on_status=on_status)
 
 

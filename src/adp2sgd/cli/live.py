@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -55,5 +56,5 @@ def opened(folder: Path, then: Callable[[RunStatus], None], wanted: bool) -> Ite
             time.sleep(LAST_LOOK_S)
     finally:
         for process in started:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # as Ctrl-C: it cleans up
             process.wait()

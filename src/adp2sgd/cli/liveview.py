@@ -1,4 +1,5 @@
-"""What a person sees while real learners train: a table per learner on a terminal, plain lines elsewhere."""
+"""What a person sees while learners train, in every engine: on a terminal a bar with the time left and a row per
+learner, elsewhere plain lines. All of it on standard error, and nothing wider than the terminal."""
 
 from __future__ import annotations
 
@@ -7,103 +8,155 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
+from adp2sgd.cli.view import SPACING, plain_table, quality, text_width
+
+if TYPE_CHECKING:
     from adp2sgd.engine.status import LearnerStatus, RunStatus
 
 COLUMNS = ("learner", "state", "steps", "steps/s", "staleness", "exchanges", "busy", "held-out", "ε spent")
+FIRST_DROPPED = ("busy", "exchanges", "staleness", "steps/s", "held-out")  # where the terminal is too narrow
 REDRAW_S = 0.25
 LINE_S = 10.0  # between two plain lines, unless a tenth of the run has passed
+AROUND = 7  # lines of the terminal that are not learners' rows
+
+Show = Callable[["RunStatus"], None]
 
 
 @contextmanager
-def watching(quiet: bool = False) -> Iterator[Callable[[RunStatus], None]]:
-    """Yields what `train` is to call with its status; shows on standard error."""
-    from rich.console import Console
-    from rich.live import Live
-
+def watching(head: str, *, quiet: bool = False) -> Iterator[Show]:
+    """Yields what an engine is to call with its status. `head`: the run in a few words."""
     console = Console(stderr=True)
     if quiet:
         yield lambda _: None
     elif not console.is_terminal:
-        yield _Lines(console.print)
+        yield Lines(head, console)
     else:
-        with Live("preparing data, model and checks", console=console, transient=True, auto_refresh=False) as live:
-            yield _Redrawing(live.update)
+        preparing = f"{head} · preparing data, model and checks"
+        with Live(preparing, console=console, transient=True, auto_refresh=False) as live:
+            live.refresh()
+            yield Screen(head, live)
 
 
-class _Redrawing:
-    def __init__(self, update: Callable[..., None]) -> None:
-        self._update = update
-        self._next = 0.0
+class Pace:
+    """How long a run will still take, from the steps since it was first seen."""
+
+    def __init__(self) -> None:
+        self._began: tuple[float, int] | None = None
+
+    def left(self, run: RunStatus) -> float | None:
+        """Seconds of real time; None while nothing can be said."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, run.global_steps
+        done = run.global_steps - self._began[1]
+        if done <= 0 or now - self._began[0] < 1:
+            return None
+        return (run.target_steps - run.global_steps) * (now - self._began[0]) / done
+
+
+def duration(seconds: float) -> str:
+    """A duration as a person says it: 42 s, 5 min, 3.1 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+class Screen:
+    """Redraws the terminal at most every REDRAW_S seconds."""
+
+    def __init__(self, head: str, live: Live) -> None:
+        self._head, self._live, self._pace, self._next = head, live, Pace(), 0.0
 
     def __call__(self, run: RunStatus) -> None:
+        left = self._pace.left(run)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + REDRAW_S
-            self._update(table(run), refresh=True)
+            self._live.update(picture(self._head, run, left, self._live.console), refresh=True)
 
 
-class _Lines:
-    def __init__(self, say: Callable[..., None]) -> None:
-        self._say = say
-        self._tenth = -1
-        self._next = 0.0
-        self._told = 0
+class Lines:
+    """A line at each tenth of the run, and at least every LINE_S seconds; notes as they come."""
+
+    def __init__(self, head: str, console: Console) -> None:
+        self._head, self._console, self._pace = head, console, Pace()
+        self._tenth, self._next, self._told = -1, 0.0, 0
 
     def __call__(self, run: RunStatus) -> None:
         for note in run.notes[self._told :]:
-            self._say(f"note: {note}", highlight=False, soft_wrap=True)
+            self._say(f"note: {note}")
         self._told = len(run.notes)
-        tenth = 10 * run.global_steps // run.target_steps
+        left, tenth = self._pace.left(run), 10 * run.global_steps // run.target_steps
         if tenth != self._tenth or time.monotonic() > self._next:
             self._tenth, self._next = tenth, time.monotonic() + LINE_S
-            self._say(headline(run), highlight=False, soft_wrap=True)
+            self._say(headline(self._head, run, left))
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def headline(run: RunStatus) -> str:
+def headline(head: str, run: RunStatus, left: float | None) -> str:
     """The run in one line."""
+    clock = " virtual" if run.clock == "virtual" else ""
+    parts = [head, f"epoch {run.epoch:.1f}/{run.epochs:g}", f"{run.seconds:,.1f} s{clock}"]
+    if run.rate:
+        parts.append(f"{run.rate:,.1f} steps/s")
     states = [each.state for each in run.learners]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    line = (
-        f"{run.task} {run.algorithm} · epoch {run.epoch:.1f}/{run.epochs:g} · {run.seconds:,.1f} s · "
-        f"{run.rate:,.1f} steps/s · {counts}"
-    )
+    parts.append(", ".join(f"{states.count(state):,} {state}" for state in dict.fromkeys(states)))
     if run.point is not None:
-        loss, accuracy = run.point.loss, run.point.accuracy
-        found = "not evaluated" if loss is None else f"loss {loss:.4f}"
-        found = found if accuracy is None else f"accuracy {accuracy:.1%}"
-        line += f" · θ at epoch {run.point.epoch:.1f}: {found}"
-    return line
+        parts.append(f"θ at epoch {run.point.epoch:.1f}: {quality(run.point.accuracy, run.point.loss)}")
+    if left is not None:
+        parts.append(f"about {duration(left)} left")
+    return " · ".join(filter(None, parts))
 
 
-def table(run: RunStatus) -> Table:
-    """One row per learner."""
-    from rich.table import Table
+def picture(head: str, run: RunStatus, left: float | None, console: Console) -> RenderableType:
+    """The whole screen: the run in a line, a bar with the time left, and the learners."""
+    done = min(1.0, run.global_steps / run.target_steps)
+    end = f" {done:4.0%}" + ("" if left is None else f" · about {duration(left)} left")
+    bar = Table.grid(expand=True)
+    bar.add_column(ratio=1)
+    bar.add_column(no_wrap=True)
+    bar.add_row(ProgressBar(total=run.target_steps, completed=run.global_steps), end)
+    return Group(Text(headline(head, run, None)), bar, table(run, console.width, console.height - AROUND))
 
-    shown = Table(title=headline(run), title_justify="left")
-    for position, column in enumerate(COLUMNS):
-        shown.add_column(column, justify="left" if position < 2 else "right")
-    for each in run.learners:
-        shown.add_row(*row(each))
-    return shown
+
+def table(run: RunStatus, width: int, height: int) -> RenderableType:
+    """One row per learner, as many as `height` lines hold, with the columns that `width` holds."""
+    shown = run.learners if len(run.learners) <= height else run.learners[: max(1, height - 1)]
+    cells = [dict(zip(COLUMNS, row(each), strict=True)) for each in shown]
+    names = [name for name in COLUMNS if name == "learner" or any(each[name] for each in cells)]
+    for name in FIRST_DROPPED:
+        if sum(SPACING + max(text_width(each[key]) for each in [*cells, {key: key}]) for key in names) <= width:
+            break
+        names = [key for key in names if key != name]
+    rows = plain_table(names, [[each[name] for name in names] for each in cells], left=("learner", "state"))
+    more = len(run.learners) - len(shown)
+    return Group(rows, Text(f" and {more:,} more learners")) if more else rows
 
 
 def row(status: LearnerStatus) -> tuple[str, ...]:
     """A learner's cells, in the order of COLUMNS."""
     counters = status.counters
-    state = "averaging only" if status.state == "averaging" else status.state
     loss, accuracy = status.loss, status.accuracy
-    quality = "" if loss is None else f"{loss:.3f}" + ("" if accuracy is None else f" {accuracy:.1%}")
-    spent = "" if status.epsilon_spent is None else f"{status.epsilon_spent:.2f} of {status.epsilon:.2f}"
+    held_out = "" if loss is None else f"{loss:.3f}" + ("" if accuracy is None else f" {accuracy:.1%}")
+    spent = ""
+    if status.drawn is not None:
+        spent = "…" if status.epsilon_spent is None else f"{status.epsilon_spent:.2f}"
+        spent += "" if status.epsilon is None else f" of {status.epsilon:.2f}"
     return (
-        " ".join(filter(None, (str(status.learner), status.site))),
-        state,
+        status.name,
+        "averaging only" if status.state == "averaging" else status.state,
         f"{counters.steps:,}",
-        f"{status.rate:.1f}",
+        f"{status.rate:.1f}" if status.rate else "",
         f"{counters.staleness_mean:.1f}",
         f"{counters.exchanges:,}",
         f"{counters.busy:,}",
-        quality,
+        held_out,
         spent,
     )

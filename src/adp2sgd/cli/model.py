@@ -7,7 +7,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from adp2sgd.cli.privacy import Json
+from adp2sgd.cli.options import Json
 from adp2sgd.errors import ConfigError
 
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a finished run.")]
@@ -15,10 +15,8 @@ Trust = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(metavar="MODULE:FUNCTION", help="Import this function, the run's own task, instead of its graph."),
 ]
-finished = typer.Typer()
 
 
-@finished.command(epilog="Example: adp2sgd predict runs/first new.csv -o predicted.csv")
 def predict(
     run: RunFolder,
     data: Annotated[Path, typer.Argument(help="A table; an image or a folder of images; .npy, .npz or .safetensors.")],
@@ -45,7 +43,6 @@ def predict(
     print(f"{len(found.rows)} predictions in {out}")
 
 
-@finished.command(epilog="Example: adp2sgd evaluate runs/first --data 2024.csv --json")
 def evaluate(
     run: RunFolder,
     data: Annotated[
@@ -69,7 +66,6 @@ def evaluate(
     view.table(f"{run} on {records:,} records", ["metric", "value"], rows)
 
 
-@finished.command(epilog="Example: adp2sgd export runs/first --format onnx --out model.onnx")
 def export(
     run: RunFolder,
     format_: Annotated[str, typer.Option("--format", help="safetensors, onnx or torch.export")] = "safetensors",

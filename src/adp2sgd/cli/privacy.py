@@ -8,9 +8,10 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+from adp2sgd.cli.options import Json
+
 privacy = typer.Typer(
-    help="What a budget buys and what it costs.",
+    help="Compute what a privacy budget buys and what was spent.",
     epilog="Example: adp2sgd privacy noise --epsilon 8 --sample-rate .08192 --steps 3662 --delta 1e-5",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -36,7 +37,7 @@ def privacy_epsilon(
     adjacency: Adjacency = "add-remove",
     json: Json = False,
 ) -> None:
-    """ε after a number of private steps."""
+    """Compute ε after a number of private steps."""
     from adp2sgd.cli import view
     from adp2sgd.privacy.accountant import epsilon
     from adp2sgd.privacy.mechanism import SampledGaussian
@@ -57,7 +58,10 @@ def privacy_noise(
     adjacency: Adjacency = "add-remove",
     json: Json = False,
 ) -> None:
-    """The least noise multiplier that keeps a number of steps within ε, 0.1 at least."""
+    """Find the least noise that keeps a number of steps within ε.
+
+    The noise multiplier is 0.1 at least.
+    """
     from adp2sgd.cli import view
     from adp2sgd.privacy import accountant
     from adp2sgd.privacy.calibrate import noise_for
@@ -80,7 +84,10 @@ def privacy_steps(
     adjacency: Adjacency = "add-remove",
     json: Json = False,
 ) -> None:
-    """The most steps that stay within ε; 10¹² where even so many do."""
+    """Find the most steps that stay within ε.
+
+    The answer is 10¹² where even so many do.
+    """
     from adp2sgd.cli import view
     from adp2sgd.privacy import accountant
     from adp2sgd.privacy.calibrate import steps_for
@@ -105,7 +112,10 @@ def privacy_spent(
     adjacency: Annotated[Optional[str], typer.Option(help="add-remove or replace-one (default: the ledger's)")] = None,  # noqa: UP045
     json: Json = False,
 ) -> None:
-    """What each ledger has spent, in all runs that it covers. Steps that are reserved count."""
+    """Show what each ledger has spent, in all runs that it covers.
+
+    Steps that are reserved count as spent.
+    """
     from dataclasses import asdict
 
     from adp2sgd.cli import view
@@ -152,7 +162,10 @@ def privacy_theorem(
     mu: Annotated[Optional[float], typer.Option(help="μ (default: the one with the least σ)")] = None,  # noqa: UP045
     json: Json = False,
 ) -> None:
-    """The paper's Theorem 2, and what its σ truly buys against a neighbour. No guarantee of ours rests on it."""
+    """Show what the noise of the paper's Theorem 2 is worth.
+
+    This is its ε against a neighbour. No guarantee of this program rests on the theorem.
+    """
     from adp2sgd import theory
     from adp2sgd.cli import view
 

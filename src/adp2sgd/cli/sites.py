@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from adp2sgd.cli.live import Open, Port, Serve, show
-from adp2sgd.cli.privacy import Json
+from adp2sgd.cli.options import Json
 
 if TYPE_CHECKING:
     from adp2sgd.engine.status import LearnerStatus, RunStatus
@@ -37,12 +37,15 @@ def join(
         from adp2sgd.cli.liveview import watching
         from adp2sgd.engine.peers.join import join as take_part
 
-    with watching(quiet) as on_status:
+    with watching(f"{run.stem} at {site.stem}", quiet=quiet) as on_status:
         result = take_part(run, site, out, trust=trust, on_status=on_status)
     view.print_json(result.to_dict()) if json else view.print_run(result)
 
 
-@sites.command(epilog="Example: adp2sgd status runs/heart-cleveland --serve --open")
+@sites.command(
+    short_help="Show how a run stands, also while it goes on.",
+    epilog="Example: adp2sgd status runs/heart-cleveland --serve --open",
+)
 def status(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     json: Json = False,

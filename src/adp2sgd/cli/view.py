@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from adp2sgd.config import Config
 from adp2sgd.files import to_json
 
 if TYPE_CHECKING:  # tables of figures need no PyTorch, which takes seconds to load
-    from adp2sgd.engine.status import RunStatus
+    from adp2sgd.config import Config
     from adp2sgd.run_folder import LearnerResult, Run
 
 
@@ -24,68 +24,56 @@ def waiting(what: str = "loading PyTorch", quiet: bool = False) -> AbstractConte
     return Console(stderr=True, quiet=quiet).status(what)
 
 
-@contextmanager
-def progress(config: Config, label: str | None = None, quiet: bool = False) -> Iterator[Callable[[RunStatus], None]]:
-    """A bar with learners, epochs, virtual time and accuracy; plain lines at each tenth if not on a terminal."""
-    console = Console(stderr=True)
-    name = label or f"{config.task} {config.algorithm}"
-    head = f"{name}, {config.learners} learner{'s' if config.learners != 1 else ''}"
-    if quiet:
-        yield lambda _: None
-    elif not console.is_terminal:
-        yield _plain_lines(console, head, config.epochs)
-    else:
-        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(f"{head} · preparing data, model and checks", total=None)
-            yield lambda status: bar.update(
-                task,
-                completed=status.global_steps,
-                total=status.target_steps,
-                description=f"{head} · {_status(status, config.epochs)}",
-            )
-
-
-def _plain_lines(console: Console, head: str, epochs: float) -> Callable[[RunStatus], None]:
-    shown: list[int] = []
-
-    def show(status: RunStatus) -> None:
-        tenth = 10 * status.global_steps // status.target_steps
-        if tenth not in shown:
-            shown.append(tenth)
-            console.print(f"{head} · {_status(status, epochs)}", highlight=False, soft_wrap=True)
-
-    return show
-
-
-def _status(status: RunStatus, epochs: float) -> str:
-    text = f"epoch {status.epoch:.1f}/{epochs:g} · {status.seconds:,.1f} s virtual"
-    if status.point is not None:
-        text += f" · {quality(status.point.accuracy, status.point.loss)}"
-    return text
-
-
 def quality(accuracy: float | None, loss: float | None) -> str:
     if accuracy is not None:
         return f"accuracy {accuracy:.1%}"
     return "not evaluated" if loss is None else f"loss {loss:.4f}"
 
 
+def named(config: Config, label: str | None = None) -> str:
+    """A run in a few words."""
+    count = f"{config.learners:,} learner{'s' if config.learners != 1 else ''}"
+    return f"{label or f'{config.task} {config.algorithm}'}, {count}"
+
+
+def note(text: str) -> None:
+    """A remark beside the result, on standard error."""
+    Console(stderr=True).print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
 def print_json(value: Any) -> None:
     print(to_json(value, indent=1))
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on standard output; figures to the right, the first column to the left."""
-    shown = Table(title=title, title_justify="left")
-    for position, column in enumerate(columns):
-        shown.add_column(column, justify="right" if position else "left")
-    for row in rows:
-        shown.add_row(*map(escape, row))
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> None:
+    """A table on standard output; figures to the right, the first column and those named in `left` to the left.
+
+    Nothing is cut off: where the terminal is too narrow, cells go on in the next line.
+    """
     console = Console()
     if not console.is_terminal:
         console.width = 160
-    console.print(shown)
+    console.print(plain_table(columns, rows, left=(columns[0], *left), title=title))
+
+
+SPACING = 3  # terminal columns from one column of a table to the next, at most
+
+
+def plain_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str], title: str | None = None
+) -> Table:
+    """Columns with a line under their names."""
+    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        shown.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*map(escape, row))
+    return shown
+
+
+def text_width(text: str) -> int:
+    """Columns of a terminal that the text takes."""
+    return int(cell_len(text))
 
 
 def print_run(run: Run) -> None:
@@ -94,13 +82,14 @@ def print_run(run: Run) -> None:
         f"{run.task} {run.algorithm}: {quality(run.accuracy, run.loss)} after {run.epochs:.4g} epochs "
         f"({run.global_steps:,} steps) in {run.seconds:,.1f} s ({run.clock}); consensus {run.consensus:.3g}"
     )
-    columns = ["learner", "steps", "share", "staleness mean / max", "exchanges", "busy", "quality"]
+    measured = "loss" if run.accuracy is None else "accuracy"
+    columns = ["learner", "steps", "share", "staleness mean / max", "exchanges", "busy", measured]
     private = any(each.epsilon is not None for each in run.learners)
     rows = []
     for each in run.learners[:32]:
-        row = [" ".join(filter(None, (str(each.learner), each.site))), f"{each.steps:,}", f"{each.share:.1%}"]
+        row = [each.name, f"{each.steps:,}", f"{each.share:.1%}"]
         row += [f"{each.staleness_mean:.1f} / {each.staleness_max}", f"{each.exchanges:,}", f"{each.busy:,}"]
-        row += [quality(each.accuracy, each.loss)]
+        row += [quality(each.accuracy, each.loss).removeprefix(f"{measured} ")]
         row += [epsilon(each)] if private else []
         rows.append(row)
     more = len(run.learners) - len(rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +11,11 @@ from adp2sgd.settings import Section, one_of, require
 
 MODES = ("private", "paper", "none")
 ADJACENCIES = ("add-remove", "replace-one")
-PRIVATE_ONLY = ("clip_quantile", "clip_rate", "count_noise", "copies", "clipper", "fixed_work")
+PRIVATE_ONLY = (
+    *("clip_quantile", "clip_rate", "count_noise", "copies", "clipper", "fixed_work"),
+    *("epsilon", "delta", "noise_multiplier"),
+)
+MEANINGLESS = {"private": ("sigma",), "paper": PRIVATE_ONLY, "none": (*PRIVATE_ONLY, "sigma")}  # mode → fields
 LEAST_EPSILON, LEAST_MULTIPLIER = 1e-12, 0.01  # less is a slip: nothing could be learned, or nothing is hidden
 CLIPPERS = ("auto", "loop")
 
@@ -95,13 +98,13 @@ class Privacy(Section):
     def _check_paper(self) -> None:
         if self.sigma is None:
             raise ConfigError('privacy.mode = "paper" needs privacy.sigma (0 for the paper\'s baseline)')
-        self._refuse("paper", (*PRIVATE_ONLY, "epsilon", "delta", "noise_multiplier"))
+        self._refuse("paper")
 
     def _check_none(self) -> None:
-        self._refuse("none", (*PRIVATE_ONLY, "epsilon", "delta", "noise_multiplier", "sigma"))
+        self._refuse("none")
 
-    def _refuse(self, mode: str, names: Iterable[str]) -> None:
-        for name in names:
+    def _refuse(self, mode: str) -> None:
+        for name in MEANINGLESS[mode]:
             if getattr(self, name) != getattr(Privacy, name):  # the default
                 raise ConfigError(
                     f'privacy.{name} = {getattr(self, name)} means nothing in mode = "{mode}", which gives no '

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any
 
 from adp2sgd.config.consortium import Consortium
 from adp2sgd.config.optimizer import Optimizer
-from adp2sgd.config.privacy import Privacy
+from adp2sgd.config.privacy import MEANINGLESS, Privacy
 from adp2sgd.config.sections import Data, Network, Speeds, Topology
-from adp2sgd.errors import ConfigError
-from adp2sgd.settings import Section, one_of, plain, put, require, section, shown, value_of
+from adp2sgd.errors import ConfigError, did_you_mean
+from adp2sgd.settings import Section, one_of, plain, put, require, section, shown, unset, value_of
 
 ALGORITHMS = ("adpsgd", "sync")
 PRECISIONS = ("float32", "bfloat16")
@@ -87,13 +88,54 @@ class Config(Section):
 
     def with_settings(self, settings: Iterable[str]) -> Config:
         """A copy changed by `a.b=value` settings; values are TOML, a bare word is a string, and .5 is 0.5."""
-        raw = self.to_dict()
+        return self.changed(settings)[0]
+
+    def changed(self, settings: Iterable[str]) -> tuple[Config, list[str]]:
+        """As `with_settings`, with notes. `a.b=` unsets a field. A new `privacy.mode` drops the fields of the other
+        modes, and the notes name them."""
+        raw, given = self.to_dict(), set()
         for setting in settings:
             key, found, text = setting.partition("=")
             if not found:
                 raise ConfigError(f'--set {setting} has no "="; write --set a.b=value')
-            put(raw, key.strip(), value_of(text.strip()))
-        return from_dict(raw)
+            given.add(key.strip())
+            if text.strip():
+                put(raw, key.strip(), value_of(text.strip()))
+            else:
+                _check_key(key.strip())
+                unset(raw, key.strip())
+        notes = _drop_other_modes(raw["privacy"], given) if "privacy.mode" in given and "privacy" in raw else []
+        return from_dict(raw), notes
+
+
+def _drop_other_modes(privacy: dict[str, Any], given: set[str]) -> list[str]:
+    """Remove what means nothing in the mode, unless it was given beside it; returns a note."""
+    mode = privacy.get("mode", Privacy.mode)
+    others = [name for name in MEANINGLESS.get(mode, ()) if privacy.get(name, getattr(Privacy, name)) is not None]
+    dropped = [name for name in others if f"privacy.{name}" not in given]
+    changed = [name for name in dropped if privacy.pop(name, None) not in (None, getattr(Privacy, name))]
+    if not changed:
+        return []
+    return [f'privacy.mode = "{mode}" drops {", ".join(f"privacy.{name}" for name in changed)}']
+
+
+def _check_key(key: str) -> None:
+    known = keys()
+    if key not in known and not key.startswith("options."):
+        raise ConfigError(f"--set {key}= unsets a key that is unknown{did_you_mean(key, known)}; correct its name")
+
+
+def keys() -> list[str]:
+    """Every field of a configuration as `--set` names it."""
+    return sorted(_fields(Config, ""))
+
+
+def _fields(kind: type[Section], path: str) -> Iterable[str]:
+    for name, hint in typing.get_type_hints(kind).items():
+        if isinstance(hint, type) and issubclass(hint, Section):
+            yield from _fields(hint, f"{path}{name}.")
+        elif name != "WHERE":
+            yield path + name.rstrip("_")
 
 
 def load_config(path: str | Path) -> Config:

@@ -10,7 +10,7 @@ from adp2sgd.errors import ConfigError
 from adp2sgd.settings import Section, one_of, require
 
 PARTNERS = ("neighbour", "sender-receiver")
-PARTITIONS = ("iid", "dirichlet", "site")
+PARTITIONS = ("auto", "iid", "dirichlet", "site")
 SPEEDS = ("constant", "one-slow", "random-slow", "log-normal", "list")
 
 
@@ -44,7 +44,7 @@ class Data(Section):
 
     WHERE: ClassVar[str] = "data."
 
-    partition: str = "iid"
+    partition: str = "auto"  # "site" where the data have sites, else "iid"
     alpha: float = 0.5  # dirichlet: small = each learner sees few labels
     sizes: tuple[float, ...] = ()  # iid: relative sizes of the shards, one per learner; equal if empty
     workers: int = 0  # processes that read a dataset ahead of the steps: in `simulate` in all, in `train` per learner
@@ -54,6 +54,8 @@ class Data(Section):
         require(0 < self.alpha <= 1e6, "data.alpha", self.alpha, "use a positive number; 1e6 is as good as iid")
         require(0 <= self.workers <= 256, "data.workers", self.workers, "use 0 (a thread) up to 256 processes")
         require(all(0 < s < math.inf for s in self.sizes), "data.sizes", list(self.sizes), "use positive numbers")
+        if self.sizes and self.partition == "auto":
+            object.__setattr__(self, "partition", "iid")
         if self.sizes and self.partition != "iid":
             raise ConfigError(
                 f'data.sizes goes with data.partition = "iid", not "{self.partition}"; remove one of them'

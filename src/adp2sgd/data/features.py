@@ -43,7 +43,7 @@ def number(text: str, written: Format) -> float:
 
 def decimal(text: str, written: Format) -> bool:
     """Whether the text is a number that is not whole."""
-    return not _number_or_nan(text, written).is_integer() and _reads(text, written, date=False)
+    return not _number_or_nan(text, written).is_integer() and reads(text, written, date=False)
 
 
 def days(text: str, written: Format) -> float:
@@ -134,7 +134,7 @@ def to_dict(feature: Feature) -> dict[str, Any]:
 
 
 def from_dict(raw: Mapping[str, Any]) -> Feature:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items() if key != "kind"}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k != "kind"}
     return KINDS[raw["kind"]](**values)
 
 
@@ -216,7 +216,7 @@ def fitted(column: str, values: Column, train: Bools, where: Where, written: For
     if not present:
         raise DataError(f"column {column!r} is empty in every record; put it into options.ignore")
     for date in (False, True):
-        if all(_reads(value, written, date=date) for value in present):
+        if all(reads(value, written, date=date) for value in present):
             seen = _measured(column, values, where, written, date=date)[train & ~missing(values)]
             mean, deviation = (float(seen.mean()), float(seen.std())) if len(seen) else (0.0, 1.0)
             return Standardized(column=column, mean=mean, deviation=deviation or 1.0, date=date)
@@ -229,7 +229,7 @@ def fitted(column: str, values: Column, train: Bools, where: Where, written: For
     return OneHot(column=column, values=tuple(known))
 
 
-def _reads(text: str, written: Format, *, date: bool) -> bool:
+def reads(text: str, written: Format, *, date: bool) -> bool:
     try:
         _ = days(text, written) if date else number(text, written)
     except (ValueError, OverflowError):

@@ -18,14 +18,21 @@ def split(records: RecordSet, how: config.Data, learners: int, seed: int) -> tup
     """The rows of each learner, the same for the same seed; every row belongs to exactly one learner."""
     if len(records) < learners:
         raise ConfigError(f"learners = {learners} exceeds the {len(records)} training records; use fewer learners")
-    stream = np.random.default_rng([seed, 0x5AAD])
-    if how.partition == "iid":
+    stream, partition = np.random.default_rng([seed, 0x5AAD]), partition_of(records, how)
+    if partition == "iid":
         shards = _iid(len(records), how.sizes or (1.0,) * learners, stream)
-    elif how.partition == "dirichlet":
+    elif partition == "dirichlet":
         shards = _dirichlet(records, how.alpha, learners, stream)
     else:
         shards = _by_site(records, learners)
     return tuple(torch.from_numpy(np.sort(rows)) for rows in shards)
+
+
+def partition_of(records: RecordSet, how: config.Data) -> str:
+    """The partition that `auto` stands for: records stay with their sites where they have some."""
+    if how.partition != "auto":
+        return how.partition
+    return "iid" if records.sites is None else "site"
 
 
 def _iid(records: int, sizes: tuple[float, ...], stream: np.random.Generator) -> list[Rows]:
@@ -68,5 +75,8 @@ def _by_site(records: RecordSet, learners: int) -> list[Rows]:
         gone = next(name for number, name in enumerate(records.site_names) if number not in found)
         raise ConfigError(f'all records of site "{gone}" are held out, so it has none to train on; change the split')
     if len(found) != learners:
-        raise ConfigError(f"learners = {learners} but the data has {len(found)} sites; set learners = {len(found)}")
+        raise ConfigError(
+            f"learners = {learners} but the data has {len(found)} sites; set learners = {len(found)}, or "
+            'data.partition = "iid" to deal their records out'
+        )
     return [np.flatnonzero(sites == site) for site in found]

@@ -52,28 +52,33 @@ def load(
     """
     ignore = [ignore] if isinstance(ignore, str) else ignore
     written = Format(delimiter=delimiter, encoding=encoding, decimal=decimal, date_format=date_format)
-    ranges, categories = ranges or {}, categories or {}
+    ranges, categories, classes = ranges or {}, categories or {}, classes or None
     table = read(Path(path), written, site=site, ignore=ignore)
     site = "site" if Path(path).is_dir() and site is None else site
-    named = {"label": label, "site": site, "split": split}
-    _check_names(path, table, [*(name for name in named.values() if name), *ranges, *categories, *ignore])
-    test = _test_rows(table, split, test_fraction)
-    names = [name for name in table.columns if name not in {*named.values(), *ignore}]
+    roles = [name for name in (label, site, split) if name]
+    _check_names(path, table, [*roles, *ranges, *categories, *ignore])
+    names = [name for name in table.columns if name not in {*roles, *ignore}]
     if not names:
-        raise DataError(f"{path} has no column besides {[n for n in named.values() if n]}; add the features")
+        raise DataError(f"{path} has no column besides {roles}; add the features")
+    test = _test_rows(table, split, test_fraction)
     schema = _Schema(table, written, ranges, categories, ~test)
     chosen = schema.target(label, target, classes, class_weights)
     encoder = Encoder(features=tuple(map(schema.feature, names)), target=chosen, written=written)
     owners, site_names = _sites(table.columns[site], site, table.where) if site else (None, ())
     records = Records(encoder.inputs(table), encoder.targets(table), owners, site_names)
+    return _source(records, test, encoder, schema.fitted)
+
+
+def _source(records: Records, test: Bools, encoder: Encoder, fitted: str | None) -> Source:
     train, held = (records.take(torch.from_numpy(np.flatnonzero(rows))) for rows in (~test, test))
+    target = encoder.target
     return Source(
         train=train,
         test=held,
-        classes=chosen.outputs,
-        fitted=", ".join(schema.fitted) or None,
-        loss=chosen.loss,
-        metrics=chosen.metrics,
+        classes=target.outputs,
+        fitted=fitted,
+        loss=target.loss,
+        metrics=target.metrics,
         encoder=encoder,
     )
 
@@ -90,7 +95,8 @@ def _check_names(path: str | Path, table: Table, names: Sequence[str]) -> None:
 
 
 class _Schema:
-    """What the user declared about the columns. `fitted` collects what had to be taken from the records instead."""
+    """What the user declared about the columns. An empty list, which `adp2sgd init` leaves where it does not know, is
+    the same as no declaration: `fitted` names what was taken from the records instead."""
 
     def __init__(
         self,
@@ -101,8 +107,23 @@ class _Schema:
         train: Bools,
     ) -> None:
         self.table, self.written, self.train = table, written, train
-        self.ranges, self.categories = ranges, categories
-        self.fitted: list[str] = []
+        self.ranges, self.categories = (
+            {name: each for name, each in given.items() if each != []} for given in (ranges, categories)
+        )
+        self._measured: list[str] = []
+        self._texts: list[str] = []
+        self._label: list[str] = []
+
+    @property
+    def fitted(self) -> str | None:
+        """In words, with the option that declares it."""
+        parts = {
+            "mean and deviation of {} (declare options.ranges)": self._measured,
+            "categories of {} (declare options.categories, or options.ignore it)": self._texts,
+            "classes of {} (declare options.classes)": self._label,
+        }
+        told = [text.format(", ".join(map(repr, names))) for text, names in parts.items() if names]
+        return ", ".join(told) or None
 
     def feature(self, name: str) -> Feature:
         """How the column `name` is encoded."""
@@ -113,10 +134,7 @@ class _Schema:
         if name in self.ranges:
             return features.scaled(name, self.ranges[name], self.written)
         found = features.fitted(name, self.table.columns[name], self.train, self.table.where, self.written)
-        if isinstance(found, features.OneHot):
-            self.fitted.append(f"categories of {name!r} (declare options.categories, or options.ignore it)")
-        else:
-            self.fitted.append(f"mean and deviation of {name!r} (declare options.ranges)")
+        (self._texts if isinstance(found, features.OneHot) else self._measured).append(name)
         return found
 
     @staticmethod
@@ -135,7 +153,7 @@ class _Schema:
             if classes is not None or weights is not None:
                 raise ConfigError('options.target = "number" has no classes; remove options.classes and class_weights')
             if label not in self.ranges:
-                self.fitted.append(f"mean and deviation of {label!r} (declare options.ranges)")
+                self._measured.append(label)
             return number_target(label, column, self.ranges.get(label), self.train, where, self.written)
         if label in self.ranges or label in self.categories:
             raise ConfigError(
@@ -144,7 +162,7 @@ class _Schema:
             )
         if classes is not None:
             return declared_classes(label, classes, weights)
-        self.fitted.append(f"classes of {label!r} (declare options.classes)")
+        self._label.append(label)
         return fitted_classes(label, column, where, self.written, weights)
 
 

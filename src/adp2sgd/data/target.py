@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -147,9 +147,8 @@ def fitted_classes(name: str, column: Column, where: Where, written: Format, wei
     """The labels that occur. Refused where they look like measurements or like names of records."""
     _refuse_missing(name, column, where)
     found = sorted(set(column))
-    decimals = {value for value in found if features.decimal(value, written)}
-    if len(decimals) > MOST_DECIMALS or len(found) > MOST_CLASSES:
-        what = f"{MOST_DECIMALS} different decimals" if len(decimals) > MOST_DECIMALS else f"{MOST_CLASSES} values"
+    what = measured(found, written)
+    if what:
         raise ConfigError(
             f"label column {name!r} has more than {what}, too many to be taken for classes; if it is a measurement, "
             'set options.target = "number", else declare options.classes'
@@ -157,6 +156,14 @@ def fitted_classes(name: str, column: Column, where: Where, written: Format, wei
     if len(found) < 2:
         raise DataError(f"label column {name!r} has the same value in every record; give a column that varies")
     return Classes(column=name, values=tuple(found), weights=_weights(found, weights))
+
+
+def measured(values: Iterable[str], written: Format) -> str | None:
+    """More than what there is of the values, in words, where they look like measurements or names, not like classes."""
+    found = set(values)
+    if sum(features.decimal(value, written) for value in found) > MOST_DECIMALS:
+        return f"{MOST_DECIMALS} different decimals"
+    return f"{MOST_CLASSES} values" if len(found) > MOST_CLASSES else None
 
 
 def number_target(name: str, column: Column, bounds: object, train: Bools, where: Where, written: Format) -> Number:

@@ -31,9 +31,10 @@ class Background(threading.Thread):
 
     def __init__(
         self, site: Site, compute: Compute, learner: Learner, folder: Folder, *,
-        snapshot: Callable[[], Tensor], counts: Callable[[], dict[Key, Count]],
+        snapshot: Callable[[], Tensor], evaluated: Callable[[], Tensor], counts: Callable[[], dict[Key, Count]],
     ) -> None:  # fmt: skip
-        """`snapshot` gives a copy of the learner's model, whatever it is doing, and `counts` the steps behind it."""
+        """`snapshot` gives a copy of the learner's model, whatever it is doing, and `counts` the steps behind it.
+        `evaluated` gives a copy of what is evaluated of it."""
         super().__init__(name="background", daemon=True)
         self.metrics: Figures = {}
         self.trouble: str | None = None
@@ -42,6 +43,7 @@ class Background(threading.Thread):
         self._learner = learner
         self._folder = folder
         self._snapshot = snapshot
+        self._evaluated = evaluated
         self._counts = counts
         self._lines: deque[str] = deque()  # the training thread appends, this one takes
         self._due = {"evaluate": False, "checkpoint": False}
@@ -111,4 +113,4 @@ class Background(threading.Thread):
         rows = None
         if records > LOOK:
             rows = torch.randperm(records, generator=torch.Generator().manual_seed(self._site.plan.seed))[:LOOK]
-        self.metrics = evaluate(self._model, task, self._snapshot(), rows)
+        self.metrics = evaluate(self._model, task, self._evaluated(), rows)

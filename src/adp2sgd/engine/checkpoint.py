@@ -93,5 +93,6 @@ def restore_clip_norm(folder: Folder, learner: Learner) -> None:
 
 def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {
-        name: zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data) for name, tensor in sorted(tensors.items())
+        name: zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for name, tensor in sorted(tensors.items())
     }

@@ -21,12 +21,12 @@ class Watch:
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        self._steps: list[tuple[int, dict[str, Any], Tensor]] = []
+        self._steps: list[tuple[Learner, dict[str, Any], Tensor]] = []
 
     def note(self, learner: Learner, event: dict[str, Any]) -> None:
         """Keep what is to be written of the learner's last step."""
         clip = {} if learner.clip_norm is None else {"clip_norm": learner.clip_norm}
-        self._steps.append((learner.number, {"step": learner.steps, **event, **clip}, learner.gradient_norm))
+        self._steps.append((learner, {"step": learner.steps, **event, **clip}, learner.gradient_norm))
 
     @property
     def due(self) -> bool:
@@ -38,15 +38,15 @@ class Watch:
         steps, self._steps = self._steps, []
         events = []
         norms = torch.stack([norm for *_, norm in steps]).tolist() if steps else []
-        for (number, event, _), norm in zip(steps, norms, strict=True):
+        for (learner, event, _), norm in zip(steps, norms, strict=True):
             finite = math.isfinite(norm)
-            events.append((number, {**event, "gradient_norm": norm if finite else None}))
+            events.append((learner.number, {**event, "gradient_norm": norm if finite else None}))
             if not finite:
-                return events, _diverged(number, event["step"], self.folder)
+                return events, _diverged(learner.name, event["step"], self.folder)
         return events, None
 
 
-def _diverged(learner: int, step: int, folder: Folder) -> DivergedError:
+def _diverged(learner: str, step: int, folder: Folder) -> DivergedError:
     """A gradient that is not finite: at a first step it may be the records' doing."""
     cure = "lower optimizer.lr" if step > 1 else "look for records whose values are not finite, or lower optimizer.lr"
     return DivergedError(

@@ -73,7 +73,6 @@ class Setup:
         """Learner `number`, in this process. Its ledger lies in `folder`."""
         return make_learner(self.site(number), self.compute, folder, start=start)
 
-
     def close(self) -> None:
         """End the processes that read datasets."""
         for part in (self.task.train, self.task.test):
@@ -87,11 +86,22 @@ def prepare(config: Config, task: Task | None = None, seed: int | None = None, *
     device = pick_device(config.device)
     task = task or resolve(config.task, config.options, private=config.privacy.mode == "private")
     task = _with_workers(task, config.data.workers)
+    config = config.replace(data=config.data.replace(partition=shards.partition_of(task.train, config.data)))
     plan = make_plan(config, total_samples=len(task.train), seed=seed)
     rows = shards.split(task.train, config.data, config.learners, plan.seed)
     compute = Compute(plan, task, device, largest_shard=max(map(len, rows)))
     notes = validate(plan, task, compute.model, [len(shard) for shard in rows], resumed=resumed)
-    return Setup(plan, task, rows, compute, tuple(notes))
+    return Setup(plan, task, rows, compute, (*_mixed_sites(config, task), *notes))
+
+
+def _mixed_sites(config: Config, task: Task) -> list[str]:
+    """A note where learners do not stand for the sites that the data have."""
+    if task.train.sites is None or config.data.partition == "site":
+        return []
+    return [
+        f'data.partition = "{config.data.partition}" deals the records of all sites out to the learners: no learner '
+        "stands for a site"
+    ]
 
 
 def _with_workers(task: Task, workers: int) -> Task:

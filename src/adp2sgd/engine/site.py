@@ -42,10 +42,11 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     batches = _batches(plan, count, declared, streams, budget)
     return Learner(
         number=site.number,
+        name=site.name,
         model=model,
         sampler=Sampler(task, records, batches, streams, model.device, copies=config.privacy.copies),
         gradient_step=compute.gradient_step(budget),
-        optimizer=Optimizer(config.optimizer, model.weights),
+        optimizer=Optimizer(config.optimizer, model.weights, config.epochs),
         progress=Progress(site.number, start, limit=plan.target_steps, steps_per_epoch=plan.steps_per_epoch),
         streams=streams,
         budget=budget,

@@ -1,4 +1,4 @@
-"""What each learner has spent of its ε while a run goes on: a thread of the supervisor, since an ε takes a while."""
+"""What each learner has spent of its ε while a run goes on: computed by a thread, because an ε takes a while."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from adp2sgd.privacy.plan import Plan
 
-SHARE = 0.02  # of a core's time at most
+START_S = 1.0  # runs that are shorter need none of this
+FIRST_SHARE, SHARE = 0.3, 0.02  # of a core's time at most: until every learner has a figure, and then
 
 
 class Spending(threading.Thread):
@@ -34,11 +35,13 @@ class Spending(threading.Thread):
         self._closing.set()
 
     def run(self) -> None:
+        self._closing.wait(START_S)
         while self._plans and not self._closing.is_set():
             for learner, plan in enumerate(self._plans):
                 began, steps = time.monotonic(), self.drawn[learner]
                 if steps and self._spent.get(learner, (0, 0.0))[0] != steps:
                     self._spent[learner] = steps, plan.spent_after(steps).epsilon
                     self._caps[learner] = plan.spent_after(plan.max_steps).epsilon
-                if self._closing.wait(max(0.1, (time.monotonic() - began) / SHARE)):
+                share = SHARE if len(self._spent) == len(self._plans) else FIRST_SHARE
+                if self._closing.wait(max(0.02, (time.monotonic() - began) / share)):
                     return

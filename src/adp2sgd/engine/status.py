@@ -105,6 +105,11 @@ class LearnerStatus(Measured):
     clip_norm: float | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """What people call the learner: its site where it has one, else its number."""
+        return self.site or str(self.learner)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublicStatus:

@@ -100,7 +100,9 @@ class Worker:
         self._looked_at = -math.inf
         self.connect()
         self.exchanges = ExchangeThread(self.exchange, on_message=self.heard)
-        self.background = Background(site, compute, self.learner, folder, snapshot=self.snapshot, counts=self.counts)
+        self.background = Background(
+            site, compute, self.learner, folder, snapshot=self.snapshot, evaluated=self.evaluated, counts=self.counts
+        )
 
     @property
     def first_number(self) -> int:
@@ -159,6 +161,10 @@ class Worker:
     def snapshot(self, out: Tensor | None = None) -> Tensor:
         """What others, and checkpoints, see of the learner; copied by the other threads."""
         return self.learner.snapshot(out)
+
+    def evaluated(self, out: Tensor | None = None) -> Tensor:
+        """What is evaluated and exported of the learner."""
+        return self.learner.evaluated(out) if self.config.optimizer.ema else self.snapshot(out)
 
     def counts(self) -> dict[Key, Count]:
         """The step counts that belong to the snapshot."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from adp2sgd.exchange.carrier import Carrier
@@ -65,6 +66,8 @@ FOLLOWS: dict[type[Message], tuple[type[Message], ...]] = {  # the last message 
 
 class DuplexCarrier(Carrier, Protocol):
     """A carrier that knows its links' paces."""
+
+    wire_dtype: torch.dtype  # of the numbers that travel
 
     def slow(self, partner: int) -> bool:
         """Whether exchanges with `partner` take longer than the median of all links."""
@@ -203,6 +206,12 @@ class DuplexExchange(Exchange):
             self.carrier.concluded(partner, completed)
         self._expose()
         return ended
+
+    def _send(self, message: Message) -> bool:
+        delivered = self.carrier.send(message)
+        if delivered and message.snapshot is not None:
+            self.tally.bytes_sent += message.snapshot.numel() * self.carrier.wire_dtype.itemsize
+        return delivered
 
     def _expose(self) -> None:
         self.carrier.expose(any(deal.mine is not None for deal in self._deals.values()))

@@ -140,7 +140,7 @@ class Link:
                 writing = self._stream.unsent
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
                 selector.modify(self._stream.socket, events)
-            selector.select(self._keep_time())
+            selector.select(self._keep_time() if until is None else 0.1)
             with contextlib.suppress(BlockingIOError):
                 while self._bell.recv(4096):
                     pass
@@ -180,7 +180,7 @@ class Link:
                 self._small.clear()
             if frames:
                 return [memoryview(b"".join(frames))]
-            if not self._streams:
+            if not self._streams or self._ending is not None:
                 return []
             head, self._body = self._streams[0].frame()
             pieces.append(memoryview(head))

@@ -10,6 +10,7 @@ import contextlib
 import random
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,8 @@ CONNECT_S = 5.0
 FIRST_PAUSE_S = 0.2  # between two attempts to dial; doubles, with jitter
 LONGEST_PAUSE_S = 30.0
 COURTESY_S = 1.0  # for which the site with the higher number lets the other one dial first
+LEAVE_S = 5.0  # for all links to send what is queued
+MOST_TROUBLES = 1000  # sites and addresses
 STEADY_S = 10.0  # a link that stood for so long starts the pauses anew
 
 
@@ -68,7 +71,8 @@ class Neighbours:
         """Replace the sites that this one may have links with. Links with any other end."""
         wanted = {peer.name: peer for peer in peers}
         with self._mutex:
-            gone = [link for link in self.links.values() if link.met.peer.name not in wanted]
+            numbers = {name: peer.number for name, peer in wanted.items()}
+            gone = [link for link in self.links.values() if numbers.get(link.met.peer.name) != link.number]
             stopped = [each for name, each in self._diallers.items() if wanted.get(name) != each.peer]
             kept = {name: each for name, each in self._diallers.items() if each not in stopped}
             new = [peer for peer in wanted.values() if peer.addresses and peer.name not in kept]
@@ -77,7 +81,7 @@ class Neighbours:
         for dialler in stopped:
             dialler.stopping.set()
         for link in gone:
-            refused = RefusedError(f"site {link.met.peer.name} is not in the roster")
+            refused = RefusedError(f"site {link.met.peer.name} is no longer a neighbour of site {self._identity.name}")
             link.close(str(refused), refused)
 
     def verify(self) -> None:
@@ -98,8 +102,9 @@ class Neighbours:
             dialler.stopping.set()
         for link in links:
             link.close("this site leaves")
+        until = time.monotonic() + LEAVE_S
         for thread in list(self._threads):
-            thread.join(MEET_S + CONNECT_S)
+            thread.join(max(0.0, until - time.monotonic()))
 
     # --- In the threads of connections ---
 
@@ -119,11 +124,15 @@ class Neighbours:
             if self.closing.is_set():
                 break
             try:
+                context = self._identity.client_context()  # a site that finds fault with itself does not dial
                 connection = socket.create_connection(address, CONNECT_S)
+            except RefusedError as refused:
+                self.trouble("refused", peer.name, str(refused))
+                continue
             except OSError as error:
                 self.trouble("unreachable", peer.name, f"{address[0]}:{address[1]}: {error.strerror or error}")
                 continue
-            link = self._meet(connection, peer, peer.name)
+            link = self._meet(connection, context, peer)
             if link is not None:
                 return self._hold(link)
         return 0.0
@@ -134,21 +143,30 @@ class Neighbours:
     def trouble(self, kind: str, site: str, reason: str) -> None:
         """Tell it once, until it changes."""
         if self.troubles.get(site) != reason and not self.closing.is_set():
+            if len(self.troubles) >= MOST_TROUBLES:
+                self.troubles.clear()
             self.troubles[site] = reason
             self._tell(Event(kind, site, reason))
 
     def _incoming(self, connection: socket.socket, address: Address) -> None:
         with self.thread():
             try:
-                link = self._meet(connection, None, f"{address[0]}:{address[1]}")
+                context = self._identity.server_context()
+                link = self._meet(connection, context, None, address[0])
+            except RefusedError as refused:
+                self.trouble("refused", self._identity.name, str(refused))
+                connection.close()
+                link = None
             finally:
                 self.listener.limits.leave(address[0])
             if link is not None:
                 self._hold(link)
 
-    def _meet(self, connection: socket.socket, dialled: Peer | None, where: str) -> Link | None:
+    def _meet(
+        self, connection: socket.socket, context: ssl.SSLContext, dialled: Peer | None, where: str = ""
+    ) -> Link | None:
         """None if one side refuses the other; both have been told why."""
-        site = where
+        site = where if dialled is None else dialled.name
 
         def known(name: str) -> Peer:
             nonlocal site
@@ -158,7 +176,6 @@ class Neighbours:
             return self._peers[name]
 
         try:
-            context = self._identity.client_context() if dialled else self._identity.server_context()
             stream = SecureStream(connection, context, server_side=dialled is None)
             deadline = time.monotonic() + MEET_S
             met = meet(
@@ -174,6 +191,9 @@ class Neighbours:
             self.trouble("refused", site, str(refused))
         except (ClosedError, OSError) as closed:
             self.trouble("unreachable", site, str(closed))
+        except BaseException:
+            connection.close()
+            raise
         connection.close()
         return None
 
@@ -187,26 +207,34 @@ class Neighbours:
             raise DuplicateError("these two sites have a link")
 
     def _hold(self, link: Link) -> float:
-        """Register the link in place of an older one and run it until it ends."""
+        """Run the link until it ends, unless another one is to be kept; returns the seconds for which it stood."""
+        began, reason = time.monotonic(), "a defect of this program"
+        if not self._register(link):
+            link.abandon()
+            return 0.0
+        try:
+            self._tell(Event("up", link.met.peer.name))
+            reason = link.run()
+        finally:
+            self._end(link, reason)
+        return time.monotonic() - began
+
+    def _register(self, link: Link) -> bool:
+        """Put the link in place of an older one; False if the older one is to be kept."""
         with self._mutex:
             try:
                 self._admit(link.met)
             except DuplicateError:
-                link.abandon()
-                return 0.0
+                return False
             older = self.links.get(link.number)
             if older is not None:
                 older.close("a newer connection replaces it")
                 self._lost(older)  # before anything is sent over the new one
             self.links[link.number] = link
         self.troubles.pop(link.met.peer.name, None)
-        self._tell(Event("up", link.met.peer.name))
         if self.closing.is_set():
             link.close("this site leaves")
-        began = time.monotonic()
-        reason = link.run()
-        self._end(link, reason)
-        return time.monotonic() - began
+        return True
 
     def _end(self, link: Link, reason: str) -> None:
         with self._mutex:

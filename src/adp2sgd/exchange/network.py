@@ -157,7 +157,10 @@ class NetworkCarrier:
         self.neighbours.verify()
 
     def on_control(self, kind: str, handler: Handler) -> None:
-        """Call `handler(peer, body)`, in a link's thread, for each control message of this kind. It must not wait."""
+        """Call `handler(peer, body)`, in a link's thread, for each control message of this kind. It must not wait.
+
+        A RefusedError that it raises ends the link, and both ends say why.
+        """
         self._handlers[kind] = handler
 
     def control_to(self, peer: int, kind: str, body: Mapping[str, Any]) -> bool:

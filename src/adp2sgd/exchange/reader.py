@@ -110,15 +110,16 @@ class Reader:
             return
         if self._body_bytes:
             raise RefusedError(f"a body in a frame of kind {header['kind'][:40]!r}")
-        self._done()
         if header["kind"] == REFUSED:
             raise refused_by_peer(header)
         if header["kind"] in KINDS:
             self._receive(wire.decode(header), header)
         elif header["kind"] != wire.BEAT:
             self._host.control(self._peer, header["kind"], header)
+        self._done()
 
     def _done(self) -> None:
+        """The frame is dealt with; the next one begins."""
         self.frames += 1
         self._filling = None
         self._await(self._head, self._headed)
@@ -136,18 +137,17 @@ class Reader:
             self._await(self._filling.place(header, self._body_bytes, self._scratch), self._part)
 
     def _part(self) -> None:
-        incoming, part = self._filling, self._target
-        self._done()
+        incoming, self._filling = self._filling, None
         assert incoming is not None
         try:
-            whole = incoming.arrived(part)
+            whole = incoming.arrived(self._target)
+            if whole is not None:
+                self._incoming = {n: each for n, each in self._incoming.items() if each is not incoming}
+                self._host.deliver(whole)
         except RefusedError as refused:
             self.forget(incoming.key)
             self._host.model_refused(incoming.message, str(refused), by_peer=False)
-            return
-        if whole is not None:
-            self._incoming = {n: each for n, each in self._incoming.items() if each is not incoming}
-            self._host.deliver(whole)
+        self._done()
 
     def _receive(self, message: Message, header: Mapping[str, Any]) -> None:
         if (message.sender, message.receiver) != (self._peer, self._me):

@@ -105,11 +105,15 @@ class SharedCarrier:
         descriptors: list[int],
         *,
         snapshot: Callable[[Tensor], Tensor] | None = None,
+        shown: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`snapshot` copies into a given tensor what others are to see; by default the learner's state."""
+        """`snapshot` copies into a given tensor what other learners are to see, and `shown` what the supervisor is to
+        evaluate; by default both are the learner's state."""
         self.layout = Layout(len(learner.state), learner.state.dtype)
         self.memory = Memory(descriptors[learner.number], self.layout)
-        self._slots = Slots(self.memory, learner.state, snapshot or learner.snapshot, 4 * self.layout.deadline_s)
+        snapshot = snapshot or learner.snapshot
+        self._slots = Slots(self.memory, learner.state, snapshot, 4 * self.layout.deadline_s)
+        self._shown = shown or snapshot
         self._peers = Peers(descriptors, self.layout, learner.state.device)
         self._post = post
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -128,7 +132,7 @@ class SharedCarrier:
         """
         sequence = self.memory.sequence(LOOK) + 1
         self.memory.set_sequence(LOOK, sequence)
-        self._slots.copy_to(LOOK)
+        self._slots.copy_to(LOOK, self._shown)
         return sequence
 
     @property

@@ -122,10 +122,12 @@ class Slots:
         self._needed[taken.data_ptr()] = slot
         return taken
 
-    def copy_to(self, slot: int) -> Tensor:
+    def copy_to(self, slot: int, snapshot: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Fill the slot by `snapshot`, or by that of the exchanges."""
+        snapshot = snapshot or self._snapshot
         if self._stream is None:
-            return self._snapshot(self.memory.slots[slot])
-        return self._through_gpu(slot, self._stream)
+            return snapshot(self.memory.slots[slot])
+        return self._through_gpu(slot, self._stream, snapshot)
 
     def slot_of(self, snapshot: Tensor) -> int:
         return self._needed[snapshot.data_ptr()]
@@ -138,11 +140,11 @@ class Slots:
         """Nobody was told of this snapshot: only this side may still need it."""
         self.memory.release(slot, self.memory.sequence(slot))
 
-    def _through_gpu(self, slot: int, stream: torch.cuda.Stream) -> Tensor:
+    def _through_gpu(self, slot: int, stream: torch.cuda.Stream, snapshot: Callable[[Tensor], Tensor]) -> Tensor:
         """All work on the state is queued behind the training's; only this thread waits for the copy to the host."""
         if slot not in self._staged:
             self._staged[slot] = torch.empty_like(self._state)
-        staged = self._snapshot(self._staged[slot])
+        staged = snapshot(self._staged[slot])
         stream.wait_stream(torch.cuda.default_stream(self._state.device))
         with torch.cuda.stream(stream):
             self.memory.slots[slot].copy_(staged, non_blocking=True)

@@ -67,10 +67,7 @@ class SecureStream:
                 return self._tls.getpeercert(binary_form=True) or b""
 
     def write_frame(self, header: dict[str, Any], deadline: float) -> None:
-        try:
-            self._tls.write(wire.frame(header))
-        except ssl.SSLError as error:  # after an alert nothing can be said
-            raise ClosedError(_explained(error)) from None
+        self.encrypt(memoryview(wire.frame(header)))
         self._push(deadline)
 
     def read_frame(self, deadline: float) -> dict[str, Any]:
@@ -113,7 +110,10 @@ class SecureStream:
 
     def encrypt(self, data: memoryview) -> None:
         """Prepare `data` for `flush`."""
-        self._tls.write(data)
+        try:
+            self._tls.write(data)
+        except ssl.SSLError as error:
+            raise ClosedError(_explained(error)) from None
 
     def flush(self) -> int:
         """Hand the kernel what it takes now; returns bytes."""

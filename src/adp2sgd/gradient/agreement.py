@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from adp2sgd.errors import PrivacyError
 from adp2sgd.flat import FlatModel
+from adp2sgd.gradient.clip import FADES
 from adp2sgd.gradient.clipper import Clipped, Clipper
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.gradient.proof import synthetic
@@ -82,6 +84,35 @@ def _compared(
         if not agree(clipper.model, found, expected, tolerance):
             return "a record's gradient in a batch differs from its gradient alone"
     return ""
+
+
+def drift(
+    kind: Kind, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, *, copies: int, sizes: Iterable[int]
+) -> float:  # fmt: skip
+    """How far rounding moves a record's share of the clipped sum with the size of its batch, at the present weights.
+
+    As a part of the clip norm: the median over synthetic records, each by the loop and in batches of `sizes` copies of
+    itself, in the model's own type. Infinite where that cannot be told: no gradient, or one that is not finite.
+    """
+    found = []
+    with WithoutDropout(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+        try:
+            twin = FlatModel(without_dropout(copy.deepcopy(model.module).train()), model.device)
+            alone, together = Loop(twin, loss, copies=copies), kind(twin, loss)
+            for rows in _records(x, y, copies):
+                whole = alone.clipped_sum(*rows, math.inf)
+                clip = float(whole.norms) / 2
+                if not 0 < clip < FADES / 2:
+                    return math.inf
+                moved = 0.0
+                for size in sizes:
+                    batch = (t.repeat(size, *[1] * (t.dim() - 1)) for t in rows)
+                    mean = together.clipped_sum(*batch, clip).total.double() / size
+                    moved = max(moved, float(torch.linalg.vector_norm(mean - whole.total / 2)) / clip)
+                found.append(moved)
+        except Exception:  # whatever a model does, the loop can take its gradient
+            return math.inf
+    return float(torch.tensor(found).nan_to_num(math.inf).median())
 
 
 def _records(inputs: Tensor, targets: Tensor, copies: int) -> Iterable[tuple[Tensor, Tensor]]:

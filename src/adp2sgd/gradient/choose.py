@@ -14,13 +14,14 @@ from torch import Tensor
 
 from adp2sgd.errors import Adp2sgdWarning, ConfigError, PrivacyError
 from adp2sgd.flat import FlatModel
-from adp2sgd.gradient.agreement import PROBE_RECORDS, WithoutDropout, objection
+from adp2sgd.gradient.agreement import PROBE_RECORDS, WithoutDropout, drift, objection
 from adp2sgd.gradient.bookkeeping import BookKeeping
 from adp2sgd.gradient.clipper import Clipped, Clipper
 from adp2sgd.gradient.functional import Functional
 from adp2sgd.gradient.hooks import known, refuse_hooks
 from adp2sgd.gradient.loop import Loop
 from adp2sgd.gradient.proof import synthetic
+from adp2sgd.gradient.range import WeightRange
 from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.privacy.checks import refuse_batchnorm, without_dropout
 from adp2sgd.task import Loss
@@ -75,6 +76,7 @@ class Automatic:
         self.loop = Loop(model, loss, copies=copies)
         self.functional = Functional(model, loss, copies=copies)
         self.chosen: Clipper | None = None
+        self.range: WeightRange | None = None
         self.reason, self.told = "", False
 
     def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
@@ -82,17 +84,24 @@ class Automatic:
         if self.chosen is None:
             self.settle(inputs, targets)
         assert self.chosen is not None
+        if self.range is not None and not self.range.holds():
+            self._say_once("the weights amplify rounding errors")
+            return self.loop.clipped_sum(inputs, targets, clip_norm, records)
         try:
             return self.chosen.clipped_sum(inputs, targets, clip_norm, records)
         except UnsupportedError:  # its text may tell how many records were drawn
-            if not self.told:
-                self._say(self.loop, "some batches are taken in a way that is not proven to keep records apart")
-            self.told = True
+            self._say_once("some batches are taken in a way that is not proven to keep records apart")
             return self.loop.clipped_sum(inputs, targets, clip_norm, records)
 
     def settle(self, inputs: Tensor, targets: Tensor) -> None:
         """Choose at the present weights, for good."""
         self.chosen = self.choose(inputs, targets)
+        if self.chosen is not self.loop:
+            rows = (synthetic(like, PROBE_RECORDS * self.copies) for like in (inputs, targets))
+            kind = partial(type(self.chosen), copies=self.copies)
+            probe = partial(drift, kind, self.model, self.loop.loss, *rows, copies=self.copies)
+            later = partial(probe, sizes=(7, 16, self.bookkeeping.most))
+            self.range = WeightRange(self.model, later, at_first=probe(sizes=(7,)))
 
     def choose(self, inputs: Tensor, targets: Tensor) -> Clipper:
         """The first clipper that agrees with the loop on synthetic records; only shape and type of these are used."""
@@ -145,6 +154,11 @@ class Automatic:
             tape.finish()
             dict(tape.weighted(torch.ones(len(x) // self.copies, device=x.device)))
         return tape.held
+
+    def _say_once(self, reason: str) -> None:
+        if not self.told:
+            self._say(self.loop, reason)
+        self.told = True
 
     def _say(self, clipper: Clipper, reason: str) -> Clipper:
         name = type(clipper).__name__

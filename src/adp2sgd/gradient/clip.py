@@ -15,6 +15,11 @@ AT_ONCE = {"cpu": 128, "cuda": 1000}
 """Records summed in one product of the model's type; more are added up in float64. A GPU's sums are trees."""
 
 
+FADES = 1e15
+"""From this norm to twice of it a record's share falls from the clip norm to zero. Without it a share would jump to
+zero where the norm overflows, and rounding, which depends on the size of the batch, would decide on which side."""
+
+
 def effective_norms(measured: Measured) -> Tensor:
     """What the clip factors divide by [n]: the norms, and the doubt about each record's share of the sum.
 
@@ -29,13 +34,16 @@ def effective_norms(measured: Measured) -> Tensor:
 
 
 def clip_factors(norms: Tensor, clip_norm: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """What each record's gradient is multiplied with: at most 1; 0 where the norm is not finite.
+    """What each record's gradient is multiplied with: at most 1; 0 where the norm is above 2 · `FADES` or not
+    finite.
 
     Guarantee: factor × norm is below `clip_norm`, with room for the rounding of the product.
     """
     # Over an infinite norm the quotient is 0, or no number where `clip_norm` is infinite as well. A quotient too small
     # for full precision in `dtype` would be rounded by more than the room allows.
-    factors = (clip_norm * (1 - SLACK[dtype]) / norms.double()).clamp_(max=1.0).nan_to_num_(0.0)
+    norms = norms.double()
+    factors = (clip_norm * (1 - SLACK[dtype]) / norms).clamp_(max=1.0).nan_to_num_(0.0)
+    factors *= torch.rsub(norms / FADES, 2.0).clamp_(0.0, 1.0).nan_to_num_(0.0)
     return (factors * (factors >= torch.finfo(dtype).tiny)).to(dtype)
 
 

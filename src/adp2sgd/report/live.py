@@ -135,6 +135,13 @@ def doorway(folder: Path, address: str) -> Iterator[bool]:
             f'<!doctype html><meta http-equiv="refresh" content="0; url={where}"><a href="{where}">live page</a>\n'
         )
     try:
-        yield webbrowser.open(path.resolve().as_uri())
+        try:
+            browser = webbrowser.get()
+        except webbrowser.Error:
+            yield False
+            return
+        # In a thread: some browsers return when they are closed, and the page is served after this.
+        threading.Thread(target=browser.open, args=(path.resolve().as_uri(),), daemon=True).start()
+        yield True
     finally:
         path.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from adp2sgd import config
 from adp2sgd.errors import Adp2sgdError, ConfigError
 from adp2sgd.report.logs import StepLogs, column, lines
 from adp2sgd.report.run_data import Curve, Edge, Floats, LearnerData, RunData, StepLog
+from adp2sgd.report.statement import statement
 from adp2sgd.run_folder import EVENTS, STATUS, Folder, Run, by_number
 
 FIELDS = ("accuracy", "loss")  # metrics that have a field of their own
@@ -36,7 +37,10 @@ def read_run(path: str | Path, logs: StepLogs | None = None) -> RunData:
     paths = {int(each.parent.name.removeprefix("learner-")): each for each in folder.path.glob(f"learner-*/{EVENTS}")}
     steps = {number: logs.read(path) for number, path in sorted(paths.items())}
     name = folder.path.resolve().name
-    return _run(name, folder.path, raw, text, steps, finished=finished, running=running and not finished)
+    run = _run(name, folder.path, raw, text, steps, finished=finished, running=running and not finished)
+    with suppress(Adp2sgdError):
+        return run if run.guarantee is None else replace(run, statement=statement(folder.path))
+    return run
 
 
 def of_run(run: Run) -> RunData:
@@ -90,6 +94,7 @@ def _run(
         consensus=raw.get("consensus", _last(curve.consensus)),
         seeded="seed" in settings if settings else bool(raw.get("seeded")),
         metrics=_metrics(raw) or {key: float(values[-1]) for key, values in curve.metrics.items()},
+        monitor=(raw.get("monitor") or "").removeprefix("-") or None,
         curve=curve,
         learners=_learners(raw.get("learners", ()), logs, steps),
         edges=_edges(config_text) if settings.get("algorithm") != "sync" else (),

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from adp2sgd.report.statement import Statement
+
 Edge = tuple[int, int]
 Floats = NDArray[np.float64]
 
@@ -94,11 +96,13 @@ class RunData:
     consensus: float | None = None
     seeded: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    monitor: str | None = None  # the metric that decides
     curve: Curve = field(default_factory=Curve)
     learners: tuple[LearnerData, ...] = ()
     edges: tuple[Edge, ...] = ()  # of the graph; none in SYNC
     guarantee: Mapping[str, Any] | None = None
     guarantee_why: str | None = None
+    statement: Statement | None = None  # of a finished private run in a folder
     noise_source: str | None = None
     sites: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

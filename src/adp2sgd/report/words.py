@@ -9,7 +9,6 @@ from typing import Any
 from adp2sgd.report.run_data import RunData
 
 SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-LOWER_IS_BETTER = ("loss", "error", "rmse", "mae", "mse", "perplexity")
 NEIGHBOURS = {"add-remove": "its absence", "replace-one": "any other {unit}"}
 
 
@@ -56,9 +55,11 @@ def counted(count: int, noun: str) -> str:
     return f"{SMALL[count] if count < len(SMALL) else f'{count:,}'} {noun}{'' if count == 1 else 's'}"
 
 
-def best_metric(metrics: Mapping[str, float]) -> str | None:
-    """The metric that a summary names: the first that is not a loss, else the loss."""
-    names = sorted(metrics, key=lambda name: any(word in name for word in LOWER_IS_BETTER))
+def best_metric(run: RunData) -> str | None:
+    """The metric that a summary names: the one that decides, else the first that is not the loss, else the loss."""
+    if run.monitor in run.metrics:
+        return run.monitor
+    names = sorted(run.metrics, key=lambda name: name == "loss")
     return names[0] if names else None
 
 
@@ -71,7 +72,7 @@ def _training(run: RunData) -> str:
     sites = [each.site for each in run.learners if each.site is not None]
     who = counted(len(run.learners), "site" if sites else "learner")
     who = who[0].upper() + who[1:]
-    name = best_metric(run.metrics)
+    name = best_metric(run)
     quality = "" if name is None else f" to {_article(name)} {readable(name)} of {metric(name, run.metrics[name])}"
     quality += " on held-out records" if quality else ""
     clock = f"{duration(run.seconds)} of virtual time" if run.clock == "virtual" else duration(run.seconds)
@@ -91,6 +92,8 @@ def _article(noun: str) -> str:
 
 def _privacy(run: RunData) -> str:
     found = run.guarantee
+    if run.statement is not None and run.statement.sections:
+        return run.statement.summary
     if found is None and not run.finished and run.private:
         return "The privacy guarantee is stated when the run ends."
     if found is None:

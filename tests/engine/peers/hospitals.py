@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -18,40 +17,12 @@ from typing import Any
 import pytest
 import tomli_w
 
+from adp2sgd.data.made_hospitals import PATIENTS, write_patients
 from adp2sgd.engine.status import RunStatus, read_status
 from adp2sgd.identity.authority import Authority
 from adp2sgd.run_folder import Folder, Run, read_result
 
 NAMES = ("cleveland", "hungarian", "switzerland", "va")
-PATIENTS = {"cleveland": 303, "hungarian": 294, "switzerland": 123, "va": 200}
-
-
-def made_heart(root: Path) -> Path:
-    """Files in the format of the heart data, with a disease that age, heart rate and chest pain foretell."""
-    folder = root / "heart_disease"
-    folder.mkdir()
-    for seed, name in enumerate(NAMES):
-        draw = random.Random(seed)
-        lines = []
-        for _ in range(PATIENTS[name]):
-            sick = draw.random() < 0.5
-            age, rate = draw.gauss(58 if sick else 48, 8), draw.gauss(125 if sick else 160, 18)
-            pain, angina = (4, 1) if draw.random() < (0.75 if sick else 0.2) else (draw.choice((1, 2, 3)), 0)
-            values = [
-                f"{age:.1f}",
-                draw.choice("01"),
-                pain,
-                130,
-                240,
-                0,
-                0,
-                f"{rate:.0f}",
-                angina,
-                f"{draw.random():.2f}",
-            ]
-            lines.append(",".join(map(str, [*values, "?", "?", "?", int(sick)])))
-        (folder / f"processed.{name}.data").write_text("\n".join(lines) + "\n")
-    return root
 
 
 def free_ports(count: int) -> list[int]:
@@ -170,6 +141,19 @@ class Hospitals:
             "" if status is None else "\n".join([*status.notes, *(n for each in status.learners for n in each.notes)])
         )
 
+    def state(self, name: str) -> str:
+        """What the process of `name` that runs now is doing."""
+        status = self.status(name)
+        own = None if status is None else status.learners[self.names.index(name)]
+        return own.state if own is not None and own.pid == self.pids[name] else ""
+
+    def linked(self, name: str, other: str) -> bool:
+        """Whether the process of `name` that runs now has a link with `other`."""
+        status = self.status(name)
+        if status is None or status.learners[self.names.index(name)].pid != self.pids[name]:
+            return False
+        return status.learners[self.names.index(other)].state == "linked"
+
     def result(self, name: str) -> Run:
         return read_result(self.folder(name))
 
@@ -185,7 +169,7 @@ def until(holds: Callable[[], bool], timeout_s: float, told: Callable[[], str] =
 
 @pytest.fixture(scope="session", name="made_data")
 def fixture_made_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_heart(tmp_path_factory.mktemp("data"))
+    return write_patients(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(name="hospitals")

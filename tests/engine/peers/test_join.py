@@ -30,7 +30,7 @@ def test_four_sites_end_with_one_model_and_a_result_each(hospitals: Callable[...
     made.wait()
     one, *others = models(made)
     for other in others:
-        assert float(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(one)) < 1e-3
+        assert float(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(one)) < 3e-3
     for number, name in enumerate(NAMES):
         run = made.result(name)
         assert run.accuracy is not None
@@ -62,6 +62,7 @@ def test_private_sites_killed_at_any_instant_go_on_and_no_privacy_is_undercounte
         made.kill(name)
         until(lambda name=name: name in made.codes(), 10)
         made.start(name)
+        until(lambda name=name: made.state(name) in ("training", "averaging", "settling", "ended"), 60, made.told)
     made.wait()
     for number, name in enumerate(NAMES):
         run, folder = made.result(name), made.folder(name)
@@ -70,17 +71,17 @@ def test_private_sites_killed_at_any_instant_go_on_and_no_privacy_is_undercounte
         plan = json.loads((folder / f"learner-{number}" / "plan.json").read_text())
         account = read_ledger(made.authority.site_folder(name) / "ledger" / f"heart-{name}.jsonl")
         ((mechanism, counted),) = account.spent().parts
-        assert mechanism.sample_rate == 16 / max(
-            16, {"cleveland": 227, "hungarian": 220, "switzerland": 92, "va": 150}[name]
-        )
-        assert own.steps <= counted <= min(plan["max_steps"], own.steps + 2 * account.block)
+        assert mechanism.sample_rate == 16 / DECLARED[name]
+        taken = len((folder / f"learner-{number}" / "events.jsonl").read_text().splitlines())  # less what a kill lost
+        assert max(own.steps, taken) <= counted <= min(plan["max_steps"], taken + 2 * account.block + 40)
+        assert not any("nobody gave it a model" in note for note in run.notes)
         assert run.guarantee["epsilon"] <= 3.0
         assert run.guarantee["epsilon_spent"] == pytest.approx(account.policy.spent(account.spent()).epsilon)
         assert run.guarantee["steps"] == counted
         assert not list(folder.rglob("*.lock"))
     one, *others = models(made)
     for other in others:
-        assert float(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(one)) < 1e-3
+        assert float(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(one)) < 3e-3
 
 
 def test_a_site_alone_trains_on_and_names_those_that_never_came(hospitals: Callable[..., Hospitals]) -> None:
@@ -92,3 +93,14 @@ def test_a_site_alone_trains_on_and_names_those_that_never_came(hospitals: Calla
     for name in NAMES[:3]:
         assert f"site {name} never came" in run.notes
     assert [each.state for each in run.learners[:3]] == ["never came"] * 3
+
+
+def test_the_demonstration_of_four_sites_ends_in_a_table(tmp_path: Path) -> None:
+    done = adp2sgd("demo", "--sites", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["site"] for row in rows] == list(NAMES)
+    assert [row["restarts"] for row in rows] == [0, 1, 0, 0]
+    for row in rows:
+        assert row["accuracy"] > 0.6
+        assert 0 < row["epsilon_spent"] <= row["epsilon"] == 3.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -14,10 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from adp2sgd.cli.liveview import _Lines, row
+from adp2sgd.cli.liveview import Lines, row
 from adp2sgd.config import Config, Optimizer, Privacy, Speeds, Topology
 from adp2sgd.data.records import Records
 from adp2sgd.engine import checkpoint as learner_checkpoint
@@ -259,16 +261,18 @@ def test_a_step_starts_several_exchanges_where_the_link_allows() -> None:
 
 @pytest.mark.parametrize("algorithm", ["adpsgd", "sync"])
 def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) -> None:
-    settings = Config(
-        algorithm=algorithm, learners=1, epochs=1, seed=4, device="cpu", optimizer=Optimizer(lr=0.1, momentum=0.9)
-    )
+    optimizer = Optimizer(lr=0.1, momentum=0.9) if algorithm == "sync" else Optimizer(kind="adam", lr=0.01, ema=0.9)
+    settings = Config(algorithm=algorithm, learners=1, epochs=1, seed=4, device="cpu", optimizer=optimizer)
     train(settings, tmp_path / "real")
     simulate(settings, tmp_path / "simulated")  # which a test of its own compares with torch's SGD
     name = "learner-0/checkpoint.safetensors"
     real, _ = Folder.open(tmp_path / "real").load_tensors(name)
     simulated, _ = Folder.open(tmp_path / "simulated").load_tensors(name)
-    assert torch.equal(real["weights"], simulated["weights"])
-    assert torch.equal(real["optimizer.velocity"], simulated["optimizer.velocity"])
+    assert real.keys() == simulated.keys()
+    assert all(torch.equal(real[part], simulated[part]) for part in real)
+    assert sum(part.startswith("optimizer.") for part in real) == (1 if algorithm == "sync" else 5)
+    models = [load_file(tmp_path / engine / "model.safetensors") for engine in ("real", "simulated")]
+    assert all(torch.equal(models[0][part], models[1][part]) for part in models[0])
 
 
 @pytest.mark.processes
@@ -337,7 +341,9 @@ def test_the_background_thread_writes_the_snapshot_and_survives_a_look_that_fail
     site = SimpleNamespace(task=learner.sampler.task, plan=SimpleNamespace(seed=0, private=False))
     counts = {(0, 0): Count(7)}
     compute = SimpleNamespace(device="cpu")
-    background = Background(site, compute, learner, folder, snapshot=whole.clone, counts=lambda: counts)  # type: ignore[arg-type]
+    background = Background(
+        site, compute, learner, folder, snapshot=whole.clone, evaluated=whole.clone, counts=lambda: counts
+    )  # type: ignore[arg-type]
     background.start()
     background.evaluate()
     deadline = time.monotonic() + 10
@@ -401,9 +407,9 @@ def test_the_command_shows_plain_lines_and_prints_json(tmp_path: Path) -> None:
 
 
 def test_the_live_view_names_every_learners_state() -> None:
-    said: list[str] = []
     rows: list[tuple[str, ...]] = []
-    lines = _Lines(lambda text, **_: said.append(text))
+    console = Console(file=io.StringIO(), width=500)
+    lines = Lines("quadratic", console)
 
     def watch(run: RunStatus) -> None:
         lines(run)
@@ -412,6 +418,7 @@ def test_the_live_view_names_every_learners_state() -> None:
     train(
         SLEEPY.replace(learners=2, epochs=2, speeds=Speeds(step_s=0.02, pad=True), evaluate_every=0.5), on_status=watch
     )
+    said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert any("2 training" in line and "steps/s" in line for line in said)
     assert any("θ at epoch" in line and "loss" in line for line in said)
     assert [cells[:2] for cells in rows] == [("0", "ended"), ("1", "ended")]

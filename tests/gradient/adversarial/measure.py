@@ -101,6 +101,12 @@ class Path:
             gradient_of(step, path.run.compute.model, batch, noise)
         return noise.total
 
+    @property
+    def within_range(self) -> bool:
+        """Whether the fast clipper is used at the present weights."""
+        clipper = self.run and self.run.compute.clipper
+        return isinstance(clipper, Automatic) and clipper.range is not None and clipper.range.holds()
+
     def anew(self) -> Path:
         """The same run with a new model, at the present weights: a step leaves something behind in the old one."""
         assert self.run is not None
@@ -151,8 +157,8 @@ WEIGHTS: dict[str, Callable[[Tensor], Any]] = {
 }
 """What a neighbour may send, made from the initial weights in place; "own" is the case's."""
 AMPLIFYING = ("huge", "overflowing")
-"""Rounding, which may differ with the size of a batch, grows at these by any factor: docs/privacy.md says so, and that
-`privacy.clipper = "loop"` is for them."""
+"""At these, rounding (which may differ with the size of a batch) can grow by any factor, so that batches are taken
+record by record."""
 
 
 def records(case: Case, count: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cases import CASES
 from kinds import Case
-from measure import AMPLIFYING, WEIGHTS, Path, influence, quiet, records, reference
+from measure import WEIGHTS, Path, influence, quiet, records, reference
 from naive import by_hooks, by_vmap
 
 BOUND = 1 + 1e-5
@@ -23,6 +23,7 @@ BOUND = 1 + 1e-5
 SIZES = (1, 2, 3, 5, 16)
 ALL_SIZES = (1, 2, 3, 4, 5, 7, 16, 64, 65, 127, 130)
 NAIVE_BOUND, NAIVE_CASES = 1.5, 20
+UNSTABLE = (("vision", "huge"), ("dilated", "overflowing"), ("rounding", "own"))
 
 
 @pytest.fixture(autouse=True)
@@ -60,15 +61,26 @@ def test_no_record_moves_the_sum_by_more_than_the_clip_norm(name: str, tmp_path:
         if path.case.exact:
             compare(path, weights, 5)
     for weights in () if path.case.stateful else WEIGHTS:  # each of its steps prepares a run of its own
-        check(path, weights, (1,) if weights in AMPLIFYING else (1, 3))
+        check(path, weights, (1, 3))
     assert path.case.expect in (path.taken, "guarded"), f"taken by {path.taken}: {path.why}"
+
+
+@pytest.mark.parametrize(("name", "weights"), UNSTABLE)
+def test_weights_that_amplify_rounding_are_taken_record_by_record(name: str, weights: str, tmp_path: Folder) -> None:
+    """By the fast clipper alone a record would move the sum by 1.27 C to 16 C (one core, AVX2)."""
+    path = Path.of(name, tmp_path)
+    assert path.taken == "fast"
+    assert path.within_range
+    with path.at(weights):
+        assert not path.within_range
+    check(path, weights, (16, 65, 130))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", CASES)
 def test_all_weights_and_sizes(name: str, weights: str, tmp_path: Folder) -> None:
-    path = Path.of(name, tmp_path, clipper="loop" if weights in AMPLIFYING else None)
+    path = Path.of(name, tmp_path)
     if path.taken != "refused":
         check(path, weights, (3, 5) if path.case.stateful else ALL_SIZES)
 

@@ -46,7 +46,7 @@ class Account:
 def leave_result(stage: Stage, worker: SiteWorker, folder: Folder) -> Run:
     """Save the model, which is paid for; then evaluate it, ask the ledger, write the result."""
     try:
-        save_model(stage, worker.learner.state, folder)
+        save_model(stage, worker.evaluated(), folder)
         run = _result(stage, worker, folder)
         folder.append_point(run.curve[-1])
         folder.write_result(run)
@@ -60,7 +60,7 @@ def leave_result(stage: Stage, worker: SiteWorker, folder: Folder) -> Run:
 
 def _result(stage: Stage, worker: SiteWorker, folder: Folder) -> Run:
     status = worker.attendance.status()
-    figures = stage.held_out.figures(worker.learner.state)
+    figures = stage.held_out.figures(worker.evaluated())
     steps = status.global_steps
     account = Account(worker.place.learner, _budget(stage, worker, folder), worker.learner.noise_source)
     results = tuple(_learner(each, steps, figures, account) for each in status.learners)
@@ -73,7 +73,7 @@ def _result(stage: Stage, worker: SiteWorker, folder: Folder) -> Run:
         learners=1,
     )
     curve = (*(each for each in folder.points() if each.global_steps < steps), point)
-    run = finish(stage, [account], results, curve, theta=worker.learner.state, clock="real", folder=str(folder.path))
+    run = finish(stage, [account], results, curve, theta=worker.evaluated(), clock="real", folder=str(folder.path))
     return replace(run, notes=(*run.notes, *_told(worker)))
 
 

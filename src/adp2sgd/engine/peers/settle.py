@@ -1,8 +1,9 @@
 """The end of a run between sites: only averaging, until neighbours' models are close.
 
 The distance of two models is ‖w_i − w_j‖ / ‖w_i‖, taken of the snapshots of an exchange before it mixes. A site has
-settled when its last exchange with every neighbour that it reaches was within the tolerance, and nobody has asked it
-for a while. It keeps answering until then, so a neighbour that has not settled is not left alone.
+settled when its last exchange with every neighbour that it reaches was within the tolerance, and no exchange moved it
+further since. It keeps answering until nobody has asked it for a while, so a neighbour that has not settled is not left
+alone.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class Settling:
         if self.began is None:
             return  # training goes on, and a look would cost time
         apart = float(linalg.vector_norm(theirs.double() - mine.double()))
-        self.squares[partner] = apart**2
-        self.distances[partner] = apart / max(float(linalg.vector_norm(mine.double())), 1e-30)
-        if self.distances[partner] >= self.tolerance:
-            self._last = time.monotonic()
+        distance = apart / max(float(linalg.vector_norm(mine.double())), 1e-30)
+        if distance >= self.tolerance:  # this model moves, so what is known of other neighbours no longer holds
+            self.distances, self.squares = {}, {}
+        self.distances[partner], self.squares[partner] = distance, apart**2
+        self._last = time.monotonic()
 
     def open(self, reached: Iterable[int]) -> list[int]:
         """The neighbours that this site must still exchange with."""

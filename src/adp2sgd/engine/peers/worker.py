@@ -30,7 +30,8 @@ from adp2sgd.identity.credentials import Credentials
 from adp2sgd.run_folder import Folder
 
 MEET_FRESH_S = 2.0  # how long a new site waits for a neighbour that may be ahead of it
-MEET_AGAIN_S = 10.0  # how long a site that comes back waits for a neighbour's model before it uses its own checkpoint
+MEET_AGAIN_S = 10.0  # how long a site that comes back waits for a neighbour before it uses its own checkpoint
+COPY_S = 10.0  # how long it asks those that are there
 ALONE_S = 30.0  # how long a site that may not step any more waits for neighbours that it has lost
 WIRES = {"float32": None, "bfloat16": torch.bfloat16}  # None: as the model
 
@@ -122,7 +123,7 @@ class SiteWorker(Worker):
             waits = bool(self._expected) and not linked
             if self._quiet_for(0.0) and self.settling.over(linked, deadline_s, waits=waits):
                 return
-            wanted = self.settling.open(linked) or linked
+            wanted = self.settling.open(linked)
             if wanted and not self.exchange.occupied:
                 self.exchanges.want(wanted[turn % len(wanted)])
                 turn += 1
@@ -160,9 +161,14 @@ class SiteWorker(Worker):
         self.exchange.lost = False
 
     def _copy_from_somebody(self) -> bool:
-        linked = self.linked
-        random.shuffle(linked)
-        return any(self.exchanges.fetch(other) for _ in range(2) for other in linked)
+        """Neighbours may be busy, or not be there yet; those that come back themselves have no model to give."""
+        end = time.monotonic() + COPY_S
+        while time.monotonic() < end and not self.control.over.wait(0.02):
+            linked = self.linked
+            random.shuffle(linked)
+            if any(self.exchanges.fetch(other) for other in linked):
+                return True
+        return False
 
     def _wait_for_links(self, seconds: float) -> None:
         """Until one neighbour is there; not at all without neighbours."""

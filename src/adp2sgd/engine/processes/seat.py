@@ -13,6 +13,7 @@ class Seat:
     """`past` sums the reports of the learner's earlier starts; `status` is the last report of this one."""
 
     learner: int
+    site: str | None = None  # whose records it has, where each learner has one site's
     start: int = 0
     pid: int | None = None
     status: LearnerStatus = field(default_factory=lambda: LearnerStatus(learner=-1))
@@ -30,6 +31,11 @@ class Seat:
     def state(self) -> str:
         """In one word, for people."""
         return self.status.state if self.fate == "running" else self.fate
+
+    @property
+    def name(self) -> str:
+        """For people: the site, or the number of a learner without one."""
+        return self.site or str(self.learner)
 
     @property
     def totals(self) -> Counters:

@@ -70,6 +70,8 @@ class Supervisor:
         """`mode`: how the learners find their first model: "fresh", or "resume" from their checkpoints."""
         self.setup, self.folder = setup, folder
         self.seats = seats or [Seat(k) for k in range(setup.plan.config.learners)]
+        for seat, site in zip(self.seats, setup.site_names, strict=True):
+            seat.site = site
         self.notes: list[str] = []
         self.states: dict[int, Tensor] = {}  # of the learners that ended well
         self.interrupted = False
@@ -243,18 +245,18 @@ class Supervisor:
             return
         if self._over_at is not None and seat.fate in {"starting", "restarting"}:
             seat.fate = "lost"
-            self.notes.append(f"learner {seat.learner} had not come back when the run ended")
+            self.notes.append(f"learner {seat.name} had not come back when the run ended")
             return
         steps, how = seat.totals.steps, _how(code)
         memory = Memory(self._descriptors[seat.learner], self._layout)
         if memory.exposed:
             memory.exposed = False
             seat.died += 1
-            self.notes.append(f"learner {seat.learner} died within an exchange: a half-exchange may have happened")
+            self.notes.append(f"learner {seat.name} died within an exchange: a half-exchange may have happened")
         if self._in_step:
             seat.fate = "lost"
             self._failure = self._failure or RunError(
-                f"learner {seat.learner} was lost after {steps} steps ({how}); SYNC cannot go on without it: "
+                f"learner {seat.name} was lost after {steps} steps ({how}); SYNC cannot go on without it: "
                 f'go on with --resume {self.folder.path}, or use algorithm = "adpsgd"'
             )
             if self._going_at is None:  # there is nothing to keep yet
@@ -265,10 +267,10 @@ class Supervisor:
         seat.failures = seat.failures + 1 if short else 1
         if self._over_at is not None or seat.failures > self.patience.failures:
             seat.fate = "lost"
-            self.notes.append(f"learner {seat.learner} was lost after {steps} steps ({how})")
+            self.notes.append(f"learner {seat.name} was lost after {steps} steps ({how})")
             self._refuse_empty()
             return
-        self.notes.append(f"learner {seat.learner} was restarted after {steps} steps ({how})")
+        self.notes.append(f"learner {seat.name} was restarted after {steps} steps ({how})")
         self._keep_notes_of(seat)
         seat.turn_page()
         seat.start += 1
@@ -288,7 +290,7 @@ class Supervisor:
             raise RunError(f"all learners were lost; the last: {self.notes[-1]}; what was recorded is kept")
 
     def _keep_notes_of(self, seat: Seat) -> None:
-        self.notes += [f"learner {seat.learner} {note}" for note in seat.status.notes]
+        self.notes += [f"learner {seat.name} {note}" for note in seat.status.notes]
 
     # ------------------------------------------------------------ acting
 
@@ -315,7 +317,7 @@ class Supervisor:
             reports = seat.fate == "running" and self._over_at is None  # afterwards it may write a large checkpoint
             limit = self.patience.wedged if reports else self.patience.arrive
             if seat.alive and seat.pid is not None and now - seat.heard_at > limit:
-                self.notes.append(f"learner {seat.learner} did not report for {limit:g} s and was killed")
+                self.notes.append(f"learner {seat.name} did not report for {limit:g} s and was killed")
                 seat.heard_at = now
                 self._kill(seat)
 

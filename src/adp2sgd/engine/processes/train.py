@@ -22,7 +22,15 @@ from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
 from adp2sgd.engine.status import RunStatus, StatusFile
 from adp2sgd.engine.theta import Mean, mean_of
-from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, callback, telling_no_values
+from adp2sgd.errors import (
+    ConfigError,
+    InterruptedRunError,
+    LedgerError,
+    RunError,
+    callback,
+    showing_users_code,
+    telling_no_values,
+)
 from adp2sgd.exchange.shared import require_linux
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
@@ -43,6 +51,7 @@ class Account:
     noise_source: str
 
 
+@showing_users_code
 def train(
     config: Config,
     folder: str | Path | None = None,
@@ -178,7 +187,7 @@ def _account(setup: Setup, learner: int, home: Folder, notes: list[str]) -> Acco
         budget = read_budget(setup.plan, learner, setup.site_names[learner], home.learner(learner))
         return Account(learner, budget, source)
     except LedgerError as error:
-        notes.append(f"learner {learner}: {error}")
+        notes.append(f"learner {setup.site_names[learner] or learner}: {error}")
         return Account(learner, None, source)
 
 
@@ -199,7 +208,7 @@ def _learner_result(supervisor: Supervisor, home: Folder, seat: Seat, account: A
 
 def _told(supervisor: Supervisor) -> list[str]:
     """What happened, in words: the supervisor's notes, then what the learners said themselves."""
-    said = [f"learner {seat.learner} {note}" for seat in supervisor.seats for note in dict.fromkeys(seat.status.notes)]
+    said = [f"learner {seat.name} {note}" for seat in supervisor.seats for note in dict.fromkeys(seat.status.notes)]
     halves = sum(seat.totals.halves + seat.died for seat in supervisor.seats)
     unconfirmed = sum(seat.totals.unconfirmed for seat in supervisor.seats)
     if halves or unconfirmed:

@@ -37,7 +37,9 @@ class ProcessWorker(Worker):
 
     def connect(self) -> None:
         mail, line = self.posts
-        self.carrier = SharedCarrier(self.learner, mail, self.place.descriptors, snapshot=self.snapshot)
+        self.carrier = SharedCarrier(
+            self.learner, mail, self.place.descriptors, snapshot=self.snapshot, shown=self.evaluated
+        )
         self.exchange = Exchange(self.learner, self.carrier, first=self.first_number)
         self.control = Control(line, report=self.report, show=self.show, on_over=self.wake.set)
 

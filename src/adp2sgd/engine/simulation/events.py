@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from adp2sgd.engine.spending import Spending
 from adp2sgd.engine.status import Counters, LearnerStatus, Staleness
 from adp2sgd.exchange.protocol import Exchange, Message
 from adp2sgd.learner import Learner
@@ -47,7 +48,7 @@ class Member:
     def counters(self) -> Counters:
         return Counters.of(self.learner.steps, self.staleness, self.exchange.tally)
 
-    def status(self, site: str | None) -> LearnerStatus:
+    def status(self, site: str | None, spending: Spending) -> LearnerStatus:
         learner, budget = self.learner, self.learner.budget
         return LearnerStatus(
             learner=learner.number,
@@ -55,5 +56,7 @@ class Member:
             state="training" if learner.may_step else "averaging",
             counters=self.counters,
             drawn=None if budget is None else budget.steps,
+            epsilon_spent=spending.spent(learner.number),
+            epsilon=spending.cap(learner.number),
             clip_norm=learner.clip_norm,
         )

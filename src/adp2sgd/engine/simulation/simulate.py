@@ -31,10 +31,11 @@ from adp2sgd.engine.simulation import checkpoint
 from adp2sgd.engine.simulation.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.simulation.open_files import allow_open_files
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
+from adp2sgd.engine.spending import Spending
 from adp2sgd.engine.status import RunStatus, StatusFile
 from adp2sgd.engine.theta import mean_of
 from adp2sgd.engine.threads import suited_threads
-from adp2sgd.errors import InterruptedRunError, callback, telling_no_values
+from adp2sgd.errors import InterruptedRunError, callback, showing_users_code, telling_no_values
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
 from adp2sgd.exchange.protocol import Busy, Exchange, Message
 from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run
@@ -45,6 +46,7 @@ STATUSES = 1000  # calls of `on_status` in a run, at least
 STATUS_S = 1.0  # real time between two of them, at most
 
 
+@showing_users_code
 def simulate(
     config: Config,
     folder: str | Path | None = None,
@@ -109,6 +111,7 @@ class Simulation:
         self._on_status = on_status
         self._next_status = 0.0
         self._watch = Watch(folder)
+        self._spending = Spending(())
         self._pool = Pool()
 
     def _post(self, message: Message) -> None:
@@ -124,6 +127,8 @@ class Simulation:
             learner = self.setup.learner(number, self.folder.learner(number))
             exchange = Exchange(learner, MemoryCarrier(learner, self._post, self._pool))
             self.members.append(Member(learner, exchange))
+        self._spending = Spending([m.learner.budget.plan for m in self.members if m.learner.budget is not None])
+        self._spending.start()
 
     def start(self) -> None:
         """Everything that happens at time 0."""
@@ -150,6 +155,7 @@ class Simulation:
             return self._result()  # the steps are done: an interruption now waits for the result
 
     def close(self) -> None:
+        self._spending.close()
         self.folder.flush()
         for member in self.members:
             if member.learner.budget is not None:
@@ -159,7 +165,8 @@ class Simulation:
         """Let exchanges under way complete."""
 
     def states(self) -> list[Tensor]:
-        return [member.learner.state for member in self.members]
+        """What is evaluated of the learners."""
+        return [member.learner.optimizer.evaluated(member.learner.state) for member in self.members]
 
     def checkpoint(self) -> None:
         self._look()
@@ -195,7 +202,10 @@ class Simulation:
 
     @property
     def status(self) -> RunStatus:
-        learners = (member.status(name) for member, name in zip(self.members, self.setup.site_names, strict=True))
+        budgets = (member.learner.budget for member in self.members)
+        self._spending.drawn = [None if budget is None else budget.steps for budget in budgets]
+        named = zip(self.members, self.setup.site_names, strict=True)
+        learners = (member.status(name, self._spending) for member, name in named)
         return RunStatus.of(
             self.setup.plan, self.global_steps, self.time, learners,
             clock="virtual", curve=self.curve, notes=self.setup.notes,
@@ -237,10 +247,10 @@ class Simulation:
 
     def _learner_results(self) -> tuple[LearnerResult, ...]:
         """Equal models, as after SYNC's all-reduce, are evaluated once."""
-        found: list[LearnerResult] = []
+        found, states = list[LearnerResult](), self.states()
         for before, member in zip((None, *self.members), self.members, strict=False):
-            if before is None or not torch.equal(before.learner.state, member.learner.state):
-                metrics = self.setup.held_out.figures(member.learner.state)
+            if before is None or not torch.equal(states[before.learner.number], states[member.learner.number]):
+                metrics = self.setup.held_out.figures(states[member.learner.number])
             found.append(self._learner_result(member, metrics))
         return tuple(found)
 
