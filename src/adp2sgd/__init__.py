@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from adp2sgd.callbacks import EarlyStopping, MLflow, SaveBest, TensorBoard
     from adp2sgd.config import (
         Config,
         Data,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         LedgerError,
         PrivacyError,
         RunError,
+        StopRun,
     )
     from adp2sgd.model_folder import Model, load_model
     from adp2sgd.models.norm import without_batchnorm
@@ -48,10 +50,12 @@ __all__ = [
     "Data",
     "DataError",
     "DivergedError",
+    "EarlyStopping",
     "Guarantee",
     "InterruptedRunError",
     "LearnerStatus",
     "LedgerError",
+    "MLflow",
     "Model",
     "Network",
     "Optimizer",
@@ -61,8 +65,11 @@ __all__ = [
     "Run",
     "RunError",
     "RunStatus",
+    "SaveBest",
     "Speeds",
+    "StopRun",
     "Task",
+    "TensorBoard",
     "Topology",
     "Warmup",
     "as_records",
@@ -83,17 +90,22 @@ _HOMES = {
     "ConfigError": "errors",
     "DataError": "errors",
     "DivergedError": "errors",
+    "EarlyStopping": "callbacks",
     "Guarantee": "privacy.mechanism",
     "InterruptedRunError": "errors",
     "LearnerStatus": "engine.status",
     "LedgerError": "errors",
+    "MLflow": "callbacks",
     "PrivacyError": "errors",
     "Model": "model_folder",
     "Records": "data.records",
     "Run": "run_folder",
     "RunError": "errors",
     "RunStatus": "engine.status",
+    "SaveBest": "callbacks",
+    "StopRun": "errors",
     "Task": "task",
+    "TensorBoard": "callbacks",
     "as_records": "data.indexed",
     "epsilon": "privacy.calibrate",
     "load_model": "model_folder",

@@ -49,6 +49,7 @@ class Task:
     augment: Augment | None  # training batches only, after `prepare`
     fitted: str | None
     encoder: Encoder | ImageEncoder | None  # turns new rows or images into inputs, for the finished model
+    identifier: str | None  # what seems to tell whose a record is, where records have no units
     name: str
 
     def __init__(
@@ -64,6 +65,7 @@ class Task:
         augment: Callable[[Any, Generator], Any] | None = None,
         fitted: str | None = None,
         encoder: Encoder | ImageEncoder | None = None,
+        identifier: str | None = None,
         name: str = "own",
     ) -> None:
         """`model` makes the module. `train` and `test` are what `as_records` takes: tensors (inputs, targets), a
@@ -90,7 +92,7 @@ class Task:
         values = {
             "model": model, "train": _records("train", train), "test": _records("test", test), "loss": chosen,
             "metrics": measured, "monitor": monitor, "prepare": prepare, "augment": augment, "fitted": fitted,
-            "encoder": encoder, "name": name,
+            "encoder": encoder, "identifier": identifier, "name": name,
         }  # fmt: skip
         for key, value in values.items():
             object.__setattr__(self, key, value)

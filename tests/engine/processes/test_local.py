@@ -271,7 +271,7 @@ def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) 
     assert real.keys() == simulated.keys()
     assert all(torch.equal(real[part], simulated[part]) for part in real)
     assert sum(part.startswith("optimizer.") for part in real) == (1 if algorithm == "sync" else 5)
-    models = [load_file(tmp_path / engine / "model.safetensors") for engine in ("real", "simulated")]
+    models = [load_file(tmp_path / engine / "model/weights.safetensors") for engine in ("real", "simulated")]
     assert all(torch.equal(models[0][part], models[1][part]) for part in models[0])
 
 
