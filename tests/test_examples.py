@@ -60,3 +60,11 @@ def test_examples_are_short_and_linked() -> None:
         assert len(path.read_text(encoding="utf-8").splitlines()) < 40, path.name
         assert f"examples/{path.name}" in pages, path.name
     assert {path.stem for path in SHORT} == {*SAYS, "larger_than_memory", "own_task"}
+
+
+def test_the_python_of_the_page_about_data_runs() -> None:
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    [block] = [each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "simulate(" in each]
+    known: dict[str, object] = {}
+    exec(compile(block, "data.md", "exec"), known)
+    assert known["run"].metrics["accuracy"] > 0.5  # type: ignore[attr-defined]
