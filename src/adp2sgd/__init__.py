@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from adp2sgd.callbacks import EarlyStopping, MLflow, SaveBest, TensorBoard
     from adp2sgd.config import (
         Config,
         Data,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         LedgerError,
         PrivacyError,
         RunError,
+        StopRun,
     )
     from adp2sgd.models.norm import without_batchnorm
     from adp2sgd.privacy.calibrate import epsilon, noise_for, steps_for
@@ -47,10 +49,12 @@ __all__ = [
     "Data",
     "DataError",
     "DivergedError",
+    "EarlyStopping",
     "Guarantee",
     "InterruptedRunError",
     "LearnerStatus",
     "LedgerError",
+    "MLflow",
     "Network",
     "Optimizer",
     "Privacy",
@@ -59,8 +63,11 @@ __all__ = [
     "Run",
     "RunError",
     "RunStatus",
+    "SaveBest",
     "Speeds",
+    "StopRun",
     "Task",
+    "TensorBoard",
     "Topology",
     "Warmup",
     "as_records",
@@ -81,16 +88,21 @@ _HOMES = {
     "ConfigError": "errors",
     "DataError": "errors",
     "DivergedError": "errors",
+    "EarlyStopping": "callbacks",
     "Guarantee": "privacy.mechanism",
     "InterruptedRunError": "errors",
     "LearnerStatus": "engine.status",
     "LedgerError": "errors",
+    "MLflow": "callbacks",
     "PrivacyError": "errors",
     "Records": "data.records",
     "Run": "run_folder",
     "RunError": "errors",
     "RunStatus": "engine.status",
+    "SaveBest": "callbacks",
+    "StopRun": "errors",
     "Task": "task",
+    "TensorBoard": "callbacks",
     "as_records": "data.indexed",
     "epsilon": "privacy.calibrate",
     "load_model": "run_folder",

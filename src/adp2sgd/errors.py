@@ -186,18 +186,32 @@ def _shown_by(show: Any) -> Any:
     return shown
 
 
+class StopRun(Exception):  # noqa: N818
+    """Raised by a callback: the run ends properly, with model, result and guarantee. The text says why."""
+
+
 class _CarriedError(Exception):
     """Carries an error of the caller's own through a run."""
 
 
-def callback(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The caller's function, which sees no record: `telling_no_values` lets its errors pass unchanged."""
+def callback(given: Callable[[Any], None] | Iterable[Callable[[Any], None]] | None) -> Callable[[Any], None]:
+    """The caller's functions as one. They see no record, so `telling_no_values` lets their errors pass unchanged.
+
+    StopRun of one of them is raised when all have been called.
+    """
+    functions = [given] if callable(given) else list(given or ())
 
     def called(status: Any) -> None:
-        try:
-            function(status)
-        except Exception as error:
-            raise _CarriedError from error
+        stop: StopRun | None = None
+        for function in functions:
+            try:
+                function(status)
+            except StopRun as error:
+                stop = error
+            except Exception as error:
+                raise _CarriedError from error
+        if stop is not None:
+            raise stop
 
     return called
 

@@ -6,7 +6,7 @@ runs/NAME/learner-ID/events.jsonl           one line per step; stays at the lear
 runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledger` is set; plan.json: the cap
 runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, optimizer state
 runs/NAME/status.json                       how the run stands, at most a second old while it goes on
-runs/NAME/result.json                       what the run reports
+runs/NAME/result.json                       what the run reports; result.before.json: before it was extended
 runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict
 
 Events, statuses, ledgers, plans and checkpoints can be read by their owner alone. For other files the umask decides.
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # reading a run needs no PyTorch, which takes seconds to load
     from adp2sgd.task import Task
 
 EVENTS = "events.jsonl"
+RESULT, BEFORE = "result.json", "result.before.json"  # of the run, and of what it extends
 STATUS = "status.json"
 
 
@@ -142,10 +143,10 @@ def by_number(counts: Mapping[Any, int]) -> dict[int, int]:
     return {int(number): count for number, count in counts.items()}
 
 
-def read_result(folder: str | Path) -> Run:
+def read_result(folder: str | Path, name: str = "result.json") -> Run:
     """The result of a finished run."""
     try:
-        raw = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+        raw = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no result.json; give the folder of a finished run") from None
     raw["guarantee"] = None if raw["guarantee"] is None else Guarantee(**raw["guarantee"])
@@ -208,14 +209,32 @@ class Folder:
 
     @classmethod
     def reopen(cls, path: str | Path, settings: config.Config) -> Folder:
-        """To go on with its run, whose configuration `settings` must be; one that cannot be written is refused."""
+        """To continue its run, whose configuration `settings` must be; they may only ask for more epochs. A folder that
+        cannot be written is refused."""
         folder = cls.open(path)
         if not os.access(folder.path, os.W_OK):
             raise ConfigError(f"cannot write to {path}, so its run cannot go on; change its permissions")
-        if (other := config.difference(settings, folder.settings)) is not None:
+        before = folder.settings
+        longer = settings.epochs > before.epochs
+        wanted = before.replace(epochs=settings.epochs) if longer else before
+        if (other := config.difference(settings, wanted)) is not None:
             key, given, kept = other
             raise ConfigError(f"{key} = {given}, but {path} holds a run with {key} = {kept}; use that")
+        if longer:
+            folder._extend(settings)
         return folder
+
+    def _extend(self, settings: config.Config) -> None:
+        """Take the longer configuration. The result so far is kept as result.before.json."""
+        if settings.privacy.mode == "private":
+            raise ConfigError(
+                f"epochs = {settings.epochs:g}: the noise of a private run is planned for its epochs, so it cannot be "
+                f'extended; start a new run with init_from = "{self.path}" on the same privacy.ledger'
+            )
+        if (self.path / RESULT).exists():  # first: a run with a result and the longer configuration would be finished
+            (self.path / RESULT).replace(self.path / BEFORE)
+        with self.replacing("config.toml") as part:
+            part.write_text(settings.to_toml(), encoding="utf-8")
 
     @contextmanager
     def held(self) -> Iterator[None]:

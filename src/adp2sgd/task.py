@@ -56,6 +56,7 @@ class Task:
     prepare: Callable[[Inputs], Inputs]  # batch as stored → what the model reads
     augment: Augment | None  # training batches only, after `prepare`
     fitted: str | None
+    identifier: str | None  # what seems to tell whose a record is, where records have no units
     name: str
 
     def __init__(
@@ -70,6 +71,7 @@ class Task:
         prepare: Callable[[Any], Any] = floats,
         augment: Callable[[Any, Generator], Any] | None = None,
         fitted: str | None = None,
+        identifier: str | None = None,
         name: str = "own",
     ) -> None:
         """`model` makes the module. `train` and `test` are what `as_records` takes: tensors (inputs, targets), a
@@ -95,7 +97,7 @@ class Task:
         values = {
             "model": model, "train": _records("train", train), "test": _records("test", test), "loss": chosen,
             "metrics": measured, "monitor": monitor, "prepare": prepare, "augment": augment, "fitted": fitted,
-            "name": name,
+            "identifier": identifier, "name": name,
         }  # fmt: skip
         for key, value in values.items():
             object.__setattr__(self, key, value)

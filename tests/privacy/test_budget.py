@@ -428,9 +428,9 @@ def test_a_run_that_resumes_elsewhere_takes_no_other_ledger(
         made = prepare(settings)
         folder = tmp_path / name / "learner-0"
         folder.mkdir()
-        open_budget(made.plan, 0, made.site_names[0], len(made.shards[0]), folder).close()
+        open_budget(made.plan, 0, made.site_names[0], made.populations[0], folder).close()
     with pytest.raises(LedgerError, match=r"charged to .*here/ledgers/two-hospitals-north\.jsonl, not to .*there/"):
-        open_budget(made.plan, 0, made.site_names[0], len(made.shards[0]), tmp_path / "here" / "learner-0")
+        open_budget(made.plan, 0, made.site_names[0], made.populations[0], tmp_path / "here" / "learner-0")
 
 
 def test_a_statement_needs_a_ledger_and_a_delta(two_sites: Config, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ class Config(Section):
     compile: bool = False  # on a GPU, outside private mode: layers fused by torch.compile, after a minute's wait
     evaluate_every: float = 1.0  # epochs
     checkpoint_every: float = 5.0  # epochs; 0: only when interrupted
+    init_from: str | None = None  # a run's folder or a safetensors file, whose model all learners begin with
     options: Mapping[str, Any] = field(default_factory=dict)  # passed to the task's function
     topology: Topology = field(default_factory=Topology)
     optimizer: Optimizer = field(default_factory=Optimizer)

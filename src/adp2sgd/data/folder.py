@@ -35,6 +35,7 @@ class Source:
     classes: int  # outputs of the model; 1 where the target is a number
     prepare: Callable[[Tensor], Tensor] = torch.Tensor.float  # batch as stored → what the model reads
     fitted: str | None = None
+    identifier: str | None = None  # what seems to tell whose a record is, where records have no units
     loss: Callable[[Tensor, Tensor], Tensor] | None = None  # one per record; None: the cross-entropy
     metrics: tuple[str, ...] = ("accuracy",)
     encoder: Encoder | None = None  # turns new inputs into records without the training data

@@ -69,8 +69,9 @@ def finish(
     theta: Tensor,
     clock: str,
     folder: str,
+    stopped: str | None = None,
 ) -> Run:
-    """What a run reports, from what its learners did."""
+    """What a run reports, from what its learners did. `stopped`: why a callback ended it before its time."""
     config, last = setup.plan.config, curve[-1]
     return Run(
         task=config.task,
@@ -84,7 +85,7 @@ def finish(
         epochs=last.epoch,
         consensus=last.consensus,
         seeded=config.seed is not None,
-        guarantee=_guarantee(learners),
+        guarantee=_guarantee(learners, at_cap=stopped is not None),
         guarantee_why=_why_none(config, learners),
         noise_source=learners[0].noise_source,
         learners=tuple(replace(each, site=setup.site_names[each.learner]) for each in results),
@@ -93,12 +94,20 @@ def finish(
         notes=(
             *setup.notes,
             *setup.held_out.notes,
+            *_stopped(setup.plan, last.epoch, stopped),
             *_capped(learners, setup.site_names, whole=last.global_steps >= setup.plan.target_steps),
             *new_ledgers(config, [each.budget for each in learners if each.budget is not None]),
         ),
         versions=versions(),
         folder=folder,
     )
+
+
+def _stopped(plan: Plan, epoch: float, why: str | None) -> list[str]:
+    if why is None:
+        return []
+    cap = "; when it ended depended on what was seen, so the guarantee is ε at the cap" if plan.private else ""
+    return [f"a callback stopped the run at epoch {epoch:.2f} of {plan.config.epochs:g} ({why}){cap}"]
 
 
 def learner_result(
@@ -131,9 +140,9 @@ def _capped(learners: Sequence[Accounted], names: Sequence[str | None], *, whole
     ]
 
 
-def _guarantee(learners: Sequence[Accounted]) -> Guarantee | None:
+def _guarantee(learners: Sequence[Accounted], *, at_cap: bool) -> Guarantee | None:
     """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
-    spent, and the largest that was."""
+    spent, and the largest that was. `at_cap`: a run whose end was chosen counts as if it had spent all that it may."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
     if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
         return None
@@ -144,7 +153,9 @@ def _guarantee(learners: Sequence[Accounted]) -> Guarantee | None:
     }
     alone = max(each.epsilon_alone or 0.0 for each in found)
     threat = min((each.threat_model for each in found), key=_covers_time)
-    told |= {"epsilon_alone": alone, "threat_model": threat, "valid_if": "no record lies at two learners"}
+    told |= {"epsilon_alone": alone, "threat_model": threat, "valid_if": f"no {weakest.unit} lies at two learners"}
+    if at_cap:
+        told["epsilon_spent"] = weakest.epsilon
     return replace(weakest, **told)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adp2sgd import tree
-from adp2sgd.config import Config
+from adp2sgd.config import Config, Privacy
 from adp2sgd.data.records import Records
 from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan
@@ -19,14 +19,16 @@ from adp2sgd.losses import cross_entropy
 from adp2sgd.metrics import OF_CLASSES
 from adp2sgd.privacy import checks
 from adp2sgd.privacy.budget_checks import check_budget
+from adp2sgd.privacy.mechanism import RECORD
 from adp2sgd.task import Task
 
 
 def validate(plan: Plan, task: Task, model: FlatModel, shards: Sequence[int], *, resumed: bool = False) -> list[str]:
     """Refuse what cannot be trained, or would void the guarantee; returns warnings.
 
-    `shards`: the number of records of each learner that is made here; other sites check their own. A private run that
-    is `resumed` has spent already and is not refused for its held-out records: what fails then is a note in its result.
+    `shards`: how many records, or units, each learner has that is made here; other sites check their own. A private run
+    that is `resumed` has spent already and is not refused for its held-out records: what fails then is a note in its
+    result.
     """
     _check_finite(task)
     notes = _check_privacy(plan.config, task, model, shards) if plan.private else _cut(plan.config, shards)
@@ -128,6 +130,23 @@ def _told(task: Task, private: bool) -> Iterator[None]:
         ) from None
 
 
+def _check_units(config: Config, task: Task) -> list[str]:
+    """A note on data whose records may belong to people who have several of them."""
+    if task.train.units is not None:
+        return []
+    each = config.privacy.records_per_unit
+    if each != Privacy.records_per_unit:
+        raise ConfigError(
+            f"privacy.records_per_unit = {each} means nothing for data without units; set options.unit, or remove it"
+        )
+    if task.identifier is None:
+        return []
+    return [
+        f'"{task.identifier}" seems to tell whose a record is, and ε is per record: a person with several records is '
+        f'protected less; set options.unit = "{task.identifier}" to protect each person as a whole'
+    ]
+
+
 def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequence[int]) -> list[str]:
     """Refuse what would void the guarantee; returns warnings."""
     privacy, smallest = config.privacy, min(shards)
@@ -143,7 +162,9 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
         epsilon=privacy.epsilon,
         noise_multiplier=privacy.noise_multiplier,
         fitted=task.fitted,
+        unit=RECORD if task.train.units is None else task.train.units.name,
     )
+    warnings += _check_units(config, task)
     if privacy.ledger is None and config.seed is None:
         warnings.append(
             "the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"
@@ -159,6 +180,11 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
         and (config.task.startswith("<") or ":" in config.task or config.task.partition("/")[0] in ("table", "images"))
     ):
         raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
+    if config.init_from is not None:
+        warnings.append(
+            f'the run begins with the model of init_from = "{config.init_from}"; if that was trained on the same '
+            "records, only a privacy.ledger that both runs share covers both"
+        )
     warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
     if privacy.copies > 1 and task.augment is None:
         raise ConfigError(

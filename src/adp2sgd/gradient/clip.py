@@ -39,12 +39,10 @@ def clip_factors(norms: Tensor, clip_norm: float | Tensor, dtype: torch.dtype) -
 
     Guarantee: factor × norm is below `clip_norm`, with room for the rounding of the product.
     """
-    # Over an infinite norm the quotient is 0, or no number where `clip_norm` is infinite as well. A quotient too small
-    # for full precision in `dtype` would be rounded by more than the room allows.
+    # Over an infinite norm the quotient is 0, or no number where `clip_norm` is infinite as well.
     norms = norms.double()
-    factors = (clip_norm * (1 - SLACK[dtype]) / norms).clamp_(max=1.0).nan_to_num_(0.0)
-    factors *= torch.rsub(norms / FADES, 2.0).clamp_(0.0, 1.0).nan_to_num_(0.0)
-    return (factors * (factors >= torch.finfo(dtype).tiny)).to(dtype)
+    factors = (clip_norm * (1 - SLACK[dtype]) / norms).clamp_(max=1.0)
+    return factors.mul_(torch.rsub(norms, 2.0, alpha=1 / FADES).clamp_(0.0, 1.0)).nan_to_num_(0.0).to(dtype)
 
 
 def finite_or_infinite(squares: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
-"""What private mode refuses before it starts: each refusal is one line with the reason and the fix.
+"""What private mode refuses before a run starts. Each refusal is one line with the reason and the fix.
 
-`check_rows` and `check_model` are called once per task. Neither looks at a record's values: a
-refusal that depended on them would itself tell something about the data.
+`check_rows` and `check_model` are called once per task. Neither looks at a record's values, because a refusal that
+depends on them would reveal something about the data.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 Preparation = Callable[[Tensor], Tensor]
 Augmentation = Callable[[Tensor, Generator], Tensor]
 
-PROBES = 4  # synthetic records in a batch of which a gradient is taken
-MIDDLE = 1  # the one whose gradient is watched has others before and after it, and is not its own mirror image
-SEEDS = 16  # of what draws whom to mix: by chance the watched record meets only itself, or nobody is mixed
+PROBES = 4  # synthetic records in a batch whose gradient is computed
+MIDDLE = 1  # index of the watched record: others lie before and after it, and it is not in the centre
+SEEDS = 16  # for code that mixes records at random: with one seed the watched record might not be mixed
 _NO_BATCHNORM = 'use norm = "group", or adp2sgd.models.norm.without_batchnorm(model)'
 
 
@@ -73,7 +73,7 @@ def check_model(
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
-    """The module, whose layers drop nothing any more."""
+    """The module with all dropout probabilities set to 0."""
     for part in module.modules():
         if isinstance(part, _DropoutNd):
             part.p = 0.0
@@ -86,7 +86,7 @@ def check_rows(prepare: Preparation, augment: Augmentation | None, stored: Tenso
     """Refuse a `prepare` or `augment` in which one record touches another's row; returns warnings.
 
     Like `check_model`, it uses only dtype, device and row shape of `stored` (records as they are kept) and probes with
-    synthetic rows, on the CPU too. An empty batch must pass: a crash would tell that nobody was drawn.
+    synthetic rows, on the CPU too. An empty batch must pass, because a crash would reveal that no record was drawn.
     """
     for count in (0, PROBES):
         batch = _synthetic(stored, Generator().manual_seed(0), None)[:count]
@@ -125,7 +125,7 @@ def _told(name: str, function: Preparation, batch: Tensor) -> Tensor:
 
 
 def _attempt(function: Callable[[Tensor], Result], batch: Tensor) -> Result | None:
-    """None where it fails: what fails on unusual records tells nothing of others."""
+    """None where it fails: a failure on unusual records says nothing about others."""
     with contextlib.suppress(*FAILURES):
         return function(batch)
     return None
@@ -137,12 +137,12 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _seen(batch: Tensor | None) -> Tensor | None:
-    """The rows of a crowd that are watched; all of them, which no other agrees with, where some were left out."""
+    """The watched rows of a batch. If rows were dropped, all of them, so that the comparison fails."""
     return batch if batch is None or batch.shape[:1] != (SIZE,) else batch[WATCHED]
 
 
 def _refuse_mixing(name: str, rows: Sequence[Tensor | None]) -> None:
-    """Of what became of the same rows alone and in crowds."""
+    """Compares the results for the same rows, alone and in batches."""
     if not _agree(rows):
         raise PrivacyError(f"the task's {name} mixes the records of a batch; treat each row by itself, with constants")
 

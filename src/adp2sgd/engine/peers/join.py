@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from adp2sgd.config import Config, SiteFile, at_site, load_run, load_site, naming
+from adp2sgd.data.units import population
 from adp2sgd.device import keep_large_blocks
 from adp2sgd.engine.compute import Compute, pick_device
 from adp2sgd.engine.interrupt import Interrupt
@@ -93,7 +94,7 @@ def _prepare(
     total = own.consortium.total_samples
     assert total is not None  # `load_run` asks for it
     plan = make_plan(own, total_samples=total, seed=own.consortium.init_seed or 0)
-    compute = Compute(plan, task, pick_device(own.device), largest_shard=len(task.train))
+    compute = Compute(plan, task, pick_device(own.device), largest_shard=population(task.train, private=private).count)
     if own.consortium.weights is not None:
         _load_weights(compute.model, beside / own.consortium.weights, own.consortium.weights_sha256)
     facts = model_facts(compute.model)
@@ -102,7 +103,8 @@ def _prepare(
 
 
 def _sizes(task: Task, site: SiteFile) -> list[int]:
-    return [len(task.train), *([] if site.records is None else [site.records])]
+    own = population(task.train, private=site.records is not None).count
+    return [own, *([] if site.records is None else [site.records])]
 
 
 def _load_weights(model: FlatModel, path: Path, digest: str | None) -> None:

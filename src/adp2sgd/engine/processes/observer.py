@@ -67,6 +67,7 @@ class Observer(threading.Thread):
         self._patience_s = 2 * layout.deadline_s
         self._seen = curve[-1].global_steps if curve else 0  # global steps at the last evaluation
         self._number = 0
+        self.theta: Tensor | None = None  # as evaluated last; written by this thread, with its point
         self._idle = True
         self._closing = False
         self._wake = threading.Event()
@@ -117,6 +118,7 @@ class Observer(threading.Thread):
             return  # the session before this one was further when it was killed
         point = self._setup.point(steps, mean.seconds, metrics, mean)
         point = replace(point, learners=mean.learners if mean.learners < self._asked else None)
+        self.theta = mean.theta
         self.curve.append(point)
         self._folder.append_point(point)
 

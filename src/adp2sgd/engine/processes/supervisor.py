@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from adp2sgd.engine.processes.seat import Seat
 from adp2sgd.engine.setup import Setup
 from adp2sgd.engine.spending import Spending
 from adp2sgd.engine.status import Counters, LearnerStatus, RunStatus
-from adp2sgd.errors import DivergedError, PrivacyError, RunError
+from adp2sgd.errors import DivergedError, PrivacyError, RunError, StopRun
 from adp2sgd.exchange.shared import Post, make_mail
 from adp2sgd.exchange.slots import LOOK, Layout, Memory
 from adp2sgd.files import to_json
@@ -75,6 +76,7 @@ class Supervisor:
         self.notes: list[str] = []
         self.states: dict[int, Tensor] = {}  # of the learners that ended well
         self.interrupted = False
+        self.stopped: str | None = None  # why a callback has ended the run
         self._spending = Spending(plans)
         self.patience = patience or Patience()
         self._server = server
@@ -156,7 +158,8 @@ class Supervisor:
     def status(self) -> RunStatus:
         return RunStatus.of(
             self.setup.plan, self.global_steps, self.seconds, map(self._learner_status, self.seats),
-            clock="real", curve=self.curve, notes=self.notes,
+            clock="real", curve=self.curve, notes=self.notes, monitor=self.setup.task.monitor,
+            model=None if self._observer.theta is None else partial(self.setup.compute.named, self._observer.theta),
         )  # fmt: skip
 
     def _learner_status(self, seat: Seat) -> LearnerStatus:
@@ -173,7 +176,7 @@ class Supervisor:
         inherit a dataset that is read by index, and each the numbers of its own site's records."""
         setup = self.setup
         nothing = setup.task.train.take(torch.empty(0, dtype=torch.int64))
-        largest = max(map(len, setup.shards))
+        largest = max(each.count for each in setup.populations)
         task = pack((setup.plan, replace(setup.task, train=nothing)))
         sites = (setup.site(seat.learner) for seat in self.seats)
         return task, [pack((site.name, detached(site.task.train), largest)) for site in sites]
@@ -204,7 +207,17 @@ class Supervisor:
         if self._going_at is not None and self._over_at is None:
             self._observer.note(self.global_steps)
         self._spending.drawn = [seat.status.drawn for seat in self.seats]
-        self._on_status(self.status)
+        self._tell_callbacks()
+
+    def _tell_callbacks(self) -> None:
+        """A run that a callback stops ends once it has begun: before that there is no model."""
+        if self.stopped is None:
+            try:
+                self._on_status(self.status)
+            except StopRun as stop:
+                self.stopped = str(stop) or "no reason given"
+        if self.stopped is not None and self._going_at is not None and self._over_at is None:
+            self._end(cut_short=True)
 
     # ------------------------------------------------------------ listening
 

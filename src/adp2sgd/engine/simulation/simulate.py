@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from adp2sgd.config import Config
 from adp2sgd.data.indexed import start_reading
 from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine import extension
 from adp2sgd.engine.divergence import Watch
 from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
@@ -32,10 +34,10 @@ from adp2sgd.engine.simulation.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.simulation.open_files import allow_open_files
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
 from adp2sgd.engine.spending import Spending
-from adp2sgd.engine.status import RunStatus, StatusFile
+from adp2sgd.engine.status import OnStatus, RunStatus, StatusFile
 from adp2sgd.engine.theta import mean_of
 from adp2sgd.engine.threads import suited_threads
-from adp2sgd.errors import InterruptedRunError, callback, telling_no_values
+from adp2sgd.errors import InterruptedRunError, StopRun, callback, telling_no_values
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
 from adp2sgd.exchange.protocol import Busy, Exchange, Message
 from adp2sgd.run_folder import Folder, LearnerResult, Point, Run
@@ -52,7 +54,7 @@ def simulate(
     *,
     task: Task | None = None,
     resume: bool = False,
-    on_status: Callable[[RunStatus], None] | None = None,
+    on_status: OnStatus = None,
 ) -> Run:
     """Run `config` in virtual time. `folder` keeps the record; without it nothing is left behind.
 
@@ -64,16 +66,18 @@ def simulate(
         with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
             return replace(simulate(config, Path(scratch) / "run", task=task, on_status=on_status), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
-        return _simulate(named(config, task), task, folder, resume, callback(on_status or (lambda _: None)))
+        return _simulate(named(config, task), task, folder, resume, callback(on_status))
 
 
 def _simulate(
     config: Config, task: Task | None, folder: str | Path, resume: bool, on_status: Callable[[RunStatus], None]
 ) -> Run:
     kind = Synchronous if config.algorithm == "sync" else Asynchronous
-    saved = checkpoint.read(Folder.open(folder)) if resume else None
+    before = extension.earlier(Folder.open(folder), config, checkpoint.NAME) if resume else None
+    saved = checkpoint.read(Folder.open(folder)) if resume and before is None else None
+    seed = saved.seed if saved else extension.seed_of(Folder.open(folder)) if before else None
     # Before the folder is made: a wrong task leaves nothing behind.
-    setup = prepare(config, task, saved.seed if saved else None, resumed=resume)
+    setup = prepare(config, task, seed, resumed=resume)
     start_reading(setup.task.train)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     simulation = kind(setup, home, StatusFile(home, on_status))
@@ -88,10 +92,12 @@ def _simulate(
             home.remove_logs("ledger.jsonl", "plan.json")  # a seeded run repeats its draws: charged anew, not twice
         with beginning(home, fresh=not resume):
             simulation.enlist()
-        if saved is None:
-            simulation.start()
-        else:
+        if saved is not None:
             checkpoint.restore(simulation, saved)
+            return simulation.run()
+        if before is not None:
+            checkpoint.extend(simulation, before)
+        simulation.start()
         return simulation.run()
 
 
@@ -109,6 +115,8 @@ class Simulation:
         self.members: list[Member] = []
         self._on_status = on_status
         self._next_status = 0.0
+        self._theta: Tensor | None = None  # as evaluated last
+        self._stopped: str | None = None  # why a callback has ended the run
         self._watch = Watch(folder)
         self._spending = Spending(())
         self._pool = Pool()
@@ -139,7 +147,7 @@ class Simulation:
     def run(self) -> Run:
         """Until the global count is reached or all learners have spent their budgets."""
         with Interrupt() as interrupt:
-            while self.global_steps < self.setup.plan.target_steps and not self._all_stopped():
+            while not self._ended():
                 before = self.global_steps
                 self.advance()
                 if self.global_steps != before:
@@ -197,7 +205,10 @@ class Simulation:
         share = max(1, plan.target_steps // STATUSES)
         if self.global_steps // share != before // share or time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + STATUS_S
-            self._on_status(self.status)
+            try:
+                self._on_status(self.status)
+            except StopRun as stop:
+                self._stopped = str(stop) or "no reason given"
 
     @property
     def status(self) -> RunStatus:
@@ -207,19 +218,23 @@ class Simulation:
         learners = (member.status(name, self._spending) for member, name in named)
         return RunStatus.of(
             self.setup.plan, self.global_steps, self.time, learners,
-            clock="virtual", curve=self.curve, notes=self.setup.notes,
+            clock="virtual", curve=self.curve, notes=self.setup.notes, monitor=self.setup.task.monitor,
+            model=None if self._theta is None else partial(self.setup.compute.named, self._theta),
         )  # fmt: skip
 
     def _evaluate(self) -> Point:
         self._look()
         mean = mean_of(self.states())
-        point = self.setup.point(self.global_steps, self.time, self.setup.held_out.figures(mean.theta), mean)
+        self._theta = mean.theta
+        point = self.setup.point(self.global_steps, self.time, self.setup.held_out.figures(self._theta), mean)
         self.curve.append(point)
         self.folder.append_point(point)
         return point
 
-    def _all_stopped(self) -> bool:
-        return not any(member.learner.may_step for member in self.members)
+    def _ended(self) -> bool:
+        """By the step count, by a callback, or because no learner may step any more."""
+        reached = self.global_steps >= self.setup.plan.target_steps or self._stopped is not None
+        return reached or not any(member.learner.may_step for member in self.members)
 
     def _result(self) -> Run:
         """The models come first: they are paid for, whatever becomes of their evaluation."""
@@ -227,7 +242,8 @@ class Simulation:
         theta = mean_of(self.states()).theta
         save_model(self.setup, theta, self.folder)
         for member in self.members:
-            learner_checkpoint.save(self.folder, member.learner, member.learner.state, {"steps": member.learner.steps})
+            facts = {"steps": member.learner.steps, "seed": self.setup.plan.seed}
+            learner_checkpoint.save(self.folder, member.learner, member.learner.state, facts)
         if not self.curve or self.curve[-1].global_steps != self.global_steps:
             self._evaluate()
         learners = self._learner_results()
@@ -238,6 +254,7 @@ class Simulation:
             tuple(self.curve),
             theta=theta,
             clock="virtual",
+            stopped=self._stopped,
             folder=str(self.folder.path),
         )
         self.folder.write_result(run)

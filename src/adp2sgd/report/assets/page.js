@@ -35,6 +35,9 @@
       scrollZoom: false,
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
       toImageButtonOptions: { format: "svg", filename: figure.id },
+    }).then(() => {
+      // A screen reader gets the description and the table instead of loose labels.
+      for (const drawing of place.querySelectorAll(".main-svg")) drawing.setAttribute("aria-hidden", "true");
     });
   }
 
