@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from adp2sgd import model_folder
 from adp2sgd.config import Config
 from adp2sgd.engine.budgets import new_ledgers
 from adp2sgd.engine.compute import Compute
@@ -17,7 +18,7 @@ from adp2sgd.engine.plan import Plan
 from adp2sgd.engine.status import Counters
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL, Guarantee
-from adp2sgd.run_folder import Folder, LearnerResult, Point, Run, versions
+from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run, versions
 from adp2sgd.task import Task
 
 NO_GUARANTEE = {
@@ -183,7 +184,8 @@ def _by_site(setup: Stage, theta: Tensor) -> dict[str, dict[str, Any]]:
 
 
 def save_model(setup: Stage, theta: Tensor, folder: Folder) -> None:
-    """θ as model.safetensors."""
-    config = setup.plan.config
-    facts = {"task": config.task, "options": config.options}
-    folder.save_tensors("model.safetensors", setup.compute.named(theta), facts)
+    """θ, and all that is needed to use it. A model that cannot be kept whole costs a note, never the run."""
+    graph = not folder.path.parent.name.startswith(SCRATCH)
+    why = model_folder.save(folder, setup.task, setup.compute.named(theta), setup.plan.config.task, graph=graph)
+    if why is not None:
+        setup.held_out.notes.append(why)
