@@ -147,24 +147,9 @@ def _check_units(config: Config, task: Task) -> list[str]:
     ]
 
 
-def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequence[int]) -> list[str]:
-    """Refuse what would void the guarantee; returns warnings."""
-    privacy, smallest = config.privacy, min(shards)
-    if config.batch_size > smallest:
-        raise ConfigError(
-            f"batch_size = {config.batch_size} exceeds the smallest shard ({smallest}); lower it or use fewer learners"
-        )
-    warnings = check_budget(
-        records=max(shards),
-        delta=privacy.delta,
-        clip_norm=privacy.clip_norm,
-        sample_rate=config.batch_size / smallest,
-        epsilon=privacy.epsilon,
-        noise_multiplier=privacy.noise_multiplier,
-        fitted=task.fitted,
-        unit=RECORD if task.train.units is None else task.train.units.name,
-    )
-    warnings += _check_units(config, task)
+def _check_ledger(config: Config) -> list[str]:
+    """Refuse settings with which a ledger would not cover the data; returns warnings."""
+    privacy, warnings = config.privacy, []
     if privacy.ledger is None and config.seed is None:
         warnings.append(
             "the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"
@@ -185,6 +170,27 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
             f'the run begins with the model of init_from = "{config.init_from}"; if that was trained on the same '
             "records, only a privacy.ledger that both runs share covers both"
         )
+    return warnings
+
+
+def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequence[int]) -> list[str]:
+    """Refuse what would void the guarantee; returns warnings."""
+    privacy, smallest = config.privacy, min(shards)
+    if config.batch_size > smallest:
+        raise ConfigError(
+            f"batch_size = {config.batch_size} exceeds the smallest shard ({smallest}); lower it or use fewer learners"
+        )
+    warnings = check_budget(
+        records=max(shards),
+        delta=privacy.delta,
+        clip_norm=privacy.clip_norm,
+        sample_rate=config.batch_size / smallest,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        fitted=task.fitted,
+        unit=RECORD if task.train.units is None else task.train.units.name,
+    )
+    warnings += [*_check_units(config, task), *_check_ledger(config)]
     warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
     if privacy.copies > 1 and task.augment is None:
         raise ConfigError(
