@@ -23,12 +23,20 @@ from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
 from adp2sgd.engine.status import OnStatus, RunStatus, StatusFile
 from adp2sgd.engine.theta import Mean, mean_of
-from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, callback, telling_no_values
+from adp2sgd.errors import (
+    ConfigError,
+    InterruptedRunError,
+    LedgerError,
+    RunError,
+    callback,
+    showing_users_code,
+    telling_no_values,
+)
 from adp2sgd.exchange.shared import require_linux
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.randomness.streams import Streams
-from adp2sgd.run_folder import SESSION, Folder, LearnerResult, Run
+from adp2sgd.run_folder import SCRATCH, SESSION, Folder, LearnerResult, Run
 from adp2sgd.task import Task
 from adp2sgd.tasks import named
 
@@ -44,6 +52,7 @@ class Account:
     noise_source: str
 
 
+@showing_users_code
 def train(
     config: Config,
     folder: str | Path | None = None,
@@ -65,7 +74,7 @@ def train(
     if config.learners > MOST_LEARNERS:
         raise ConfigError(f"learners = {config.learners} is too many for train ({MOST_LEARNERS} at most); use simulate")
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
+        with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch, telling_that_nothing_is_kept():
             given: dict[str, Any] = {"exchange": exchange, "on_status": on_status, "patience": patience}
             return replace(train(config, Path(scratch) / "run", task=task, **given), folder=None)
     with telling_no_values(config.privacy.mode == "private"):

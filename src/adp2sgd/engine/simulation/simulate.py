@@ -38,10 +38,10 @@ from adp2sgd.engine.spending import Spending
 from adp2sgd.engine.status import OnStatus, RunStatus, StatusFile
 from adp2sgd.engine.theta import mean_of
 from adp2sgd.engine.threads import suited_threads
-from adp2sgd.errors import InterruptedRunError, StopRun, callback, telling_no_values
+from adp2sgd.errors import InterruptedRunError, StopRun, callback, showing_users_code, telling_no_values
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
 from adp2sgd.exchange.protocol import Busy, Exchange, Message
-from adp2sgd.run_folder import Folder, LearnerResult, Point, Run
+from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run
 from adp2sgd.task import Task
 from adp2sgd.tasks import named
 
@@ -49,6 +49,7 @@ STATUSES = 1000  # calls of `on_status` in a run, at least
 STATUS_S = 1.0  # real time between two of them, at most
 
 
+@showing_users_code
 def simulate(
     config: Config,
     folder: str | Path | None = None,
@@ -64,7 +65,7 @@ def simulate(
     `resume` goes on from the folder's last checkpoint: a seeded run ends exactly as if it had not been interrupted.
     """
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
+        with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch, telling_that_nothing_is_kept():
             return replace(simulate(config, Path(scratch) / "run", task=task, on_status=on_status), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
         return _simulate(named(config, task), task, folder, resume, callback(on_status))
