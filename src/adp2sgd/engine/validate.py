@@ -147,6 +147,22 @@ def _check_units(config: Config, task: Task) -> list[str]:
     ]
 
 
+def _check_ledger(config: Config) -> list[str]:
+    """Refuse settings with which a ledger would not cover the data; returns warnings."""
+    privacy, warnings = config.privacy, []
+    if privacy.ledger is None and config.seed is None:
+        warnings.append(
+            "the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"
+        )
+    _check_ledger(config)
+    if config.init_from is not None:
+        warnings.append(
+            f'the run begins with the model of init_from = "{config.init_from}"; if that was trained on the same '
+            "records, only a privacy.ledger that both runs share covers both"
+        )
+    return warnings
+
+
 def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequence[int]) -> list[str]:
     """Refuse what would void the guarantee; returns warnings."""
     privacy, smallest = config.privacy, min(shards)
@@ -164,17 +180,7 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
         fitted=task.fitted,
         unit=RECORD if task.train.units is None else task.train.units.name,
     )
-    warnings += _check_units(config, task)
-    if privacy.ledger is None and config.seed is None:
-        warnings.append(
-            "the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"
-        )
-    _check_ledger(config)
-    if config.init_from is not None:
-        warnings.append(
-            f'the run begins with the model of init_from = "{config.init_from}"; if that was trained on the same '
-            "records, only a privacy.ledger that both runs share covers both"
-        )
+    warnings += [*_check_units(config, task), *_check_ledger(config)]
     warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
     if privacy.copies > 1 and task.augment is None:
         raise ConfigError(
