@@ -35,7 +35,7 @@ def test_a_finished_simulation_is_extended(algorithm: str, tmp_path: Path) -> No
     assert read_result(tmp_path / "run", "result.before.json") == before
     assert (run.loss or 1) < (before.loss or 0)
     if algorithm == "sync":
-        models = [load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole")]
+        models = [load_file(tmp_path / name / "model/weights.safetensors") for name in ("run", "whole")]
         assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
 
 
@@ -90,9 +90,9 @@ def test_what_cannot_be_extended_is_refused_and_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", [simulate, pytest.param(train, marks=pytest.mark.processes)])
 def test_a_run_begins_with_another_ones_model(engine: Any, tmp_path: Path) -> None:
     first = simulate(SHORT.replace(epochs=5), tmp_path / "first")
-    for source in (tmp_path / "first", tmp_path / "first/model.safetensors"):
+    for source in (tmp_path / "first", tmp_path / "first/model/weights.safetensors"):
         model = prepare(SHORT.replace(init_from=str(source))).compute.model
-        kept = load_file(tmp_path / "first/model.safetensors")
+        kept = load_file(tmp_path / "first/model/weights.safetensors")
         assert all(torch.equal(kept[name], tensor) for name, tensor in model.module.state_dict().items())
     still = SHORT.replace(epochs=0.5, init_from=str(tmp_path / "first"), optimizer=Optimizer(lr=1e-9))
     assert engine(still, tmp_path / "second").loss == pytest.approx(first.loss, rel=1e-4)
@@ -108,3 +108,32 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         init_from=str(tmp_path / "first"), privacy=Privacy(mode="private", noise_multiplier=2.0, delta=1e-4)
     )
     assert any("begins with the model of init_from" in note for note in prepare(private).notes)
+
+
+@pytest.mark.parametrize("engine", [simulate, pytest.param(train, marks=pytest.mark.processes)])
+def test_a_run_that_was_killed_before_it_left_anything_begins_anew(engine: Any, tmp_path: Path) -> None:
+    Folder.create(tmp_path / "run", SHORT)  # and SIGTERM, as its first learner was made
+    run = engine(SHORT, tmp_path / "run", resume=True)
+    assert run.epochs == pytest.approx(2, abs=0.2)
+    assert read_result(tmp_path / "run") == run
+
+
+def test_a_checkpoint_is_also_due_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SHORT.replace(checkpoint_every=0, checkpoint_every_s=1e-6)
+    kept: list[bool] = []
+    path = tmp_path / "run/simulation.safetensors"
+    simulate(settings, tmp_path / "run", on_status=lambda _: kept.append(path.exists()))
+    assert kept[-1]
+    simulate(settings.replace(checkpoint_every_s=0), tmp_path / "other", on_status=lambda _: kept.append(path.exists()))
+    assert not kept[-1]
+
+
+def test_a_result_says_that_nothing_was_learned_or_that_the_models_differ() -> None:
+    still = SHORT.replace(optimizer=Optimizer(lr=1e-9), epochs=0.5)
+    assert any("no better than always answering" in note for note in simulate(still).notes)
+    assert not simulate(SHORT).notes
+    wild = Config(
+        task="quadratic", learners=4, epochs=2, batch_size=8, seed=1, device="cpu", optimizer=Optimizer(lr=4.0),
+        options={"records": 200, "dimension": 3},
+    )  # fmt: skip
+    assert any("the learners' models do not agree" in note for note in simulate(wild).notes)

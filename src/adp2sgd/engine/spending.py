@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from adp2sgd.privacy.plan import Plan
 
 START_S = 1.0  # runs that are shorter need none of this
-FIRST_SHARE, SHARE = 0.3, 0.02  # of a core's time at most: until every learner has a figure, and then
+FIRST_SHARE, SHARE = 0.5, 0.02  # of a core's time at most: until every learner has a figure, and then
 
 
 class Spending(threading.Thread):

@@ -60,7 +60,7 @@ class SiteDirection(threading.Thread):
 
     def _keep_curve(self) -> None:
         metrics = self._worker.background.metrics
-        if metrics is None or metrics is self._seen:
+        if not metrics or metrics is self._seen:
             return
         self._seen, plan = metrics, self._worker.plan
         steps = self._worker.learner.progress.total
