@@ -29,9 +29,7 @@ class Site:
     number: int
     name: str | None
     task: Task
-    declared: int | None = (
-        None  # a rounded number of records or units that the sample rate follows from; unset: the true one
-    )
+    declared: int | None = None  # records or units, rounded: the sample rate follows from it; unset: the true number
 
 
 def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) -> Learner:
