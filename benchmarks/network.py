@@ -38,15 +38,15 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "exchange"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "tests" / "exchange"), str(ROOT / "benchmarks")]
 
+from adp2sgd.config import Config  # noqa: E402
+from adp2sgd.engine.setup import prepare  # noqa: E402
 from adp2sgd.exchange.duplex import DuplexExchange  # noqa: E402
 from adp2sgd.exchange.handshake import Peer  # noqa: E402
 from adp2sgd.exchange.network import NetworkCarrier  # noqa: E402
 from adp2sgd.exchange.thread import ExchangeThread  # noqa: E402
 from certificates import consortium, identity, site  # noqa: E402
-from conftest import make_learner  # noqa: E402
-from engine import vector  # noqa: E402
 
 MIB = 1 << 20
 DELAY_S, BYTES_PER_S = 0.05, 200e6 / 8
@@ -62,7 +62,9 @@ class Site:
     def __init__(self, number: int, mib: float, listen: bool) -> None:
         torch.set_num_threads(1)
         self.number = number
-        self.learner = make_learner(number, vector(length=int(mib * MIB / 4)))
+        options = {"length": int(mib * MIB / 4)}
+        setup = prepare(Config(task="engine:vector", learners=2, batch_size=1, device="cpu", options=options))
+        self.learner = setup.learner(number, Path())
         self.learner.state.normal_()
         door = [("127.0.0.1", 0)] if listen else []
         self.carrier = NetworkCarrier(self.learner, number, identity(number, 2), listen=door)

@@ -47,9 +47,10 @@ LAYERS = {
     "callbacks": 4,
     "engine": 11,
     "report": 12,
-    "cli": 13,
-    "__init__": 14,
-    "__main__": 15,
+    "doctor": 13,
+    "cli": 14,
+    "__init__": 15,
+    "__main__": 16,
 }
 ENGINE = {  # inside engine/, from what all share to what drives
     "plan": 0,
@@ -59,6 +60,7 @@ ENGINE = {  # inside engine/, from what all share to what drives
     "checkpoint": 1,
     "divergence": 1,
     "interrupt": 0,
+    "pace": 0,
     "speeds": 0,
     "spending": 0,
     "threads": 0,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # reading a run needs no PyTorch, which takes seconds to load
     from adp2sgd.task import Task
 
 EVENTS = "events.jsonl"
+SESSION, SIMULATION = "session.json", "simulation.safetensors"  # what `train` and `simulate` continue from
 RESULT, BEFORE = "result.json", "result.before.json"  # of the run, and of what it extends
 STATUS = "status.json"
 
@@ -257,6 +258,12 @@ class Folder:
         with suppress(ImportError, OSError), (self.path / "config.toml").open("rb") as file:
             return not files.lock(file.fileno(), shared=True)
         return False
+
+    @property
+    def unstarted(self) -> bool:
+        """Whether its run was killed before it left anything to continue from."""
+        left = (SESSION, SIMULATION, RESULT, BEFORE)
+        return not any((self.path / name).exists() for name in left)
 
     @property
     def settings(self) -> config.Config:

@@ -4,6 +4,7 @@ its ledger's."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.compute import Compute
 from adp2sgd.engine.evaluate import Figures, evaluate
+from adp2sgd.engine.pace import Pace
 from adp2sgd.engine.site import Site
 from adp2sgd.errors import reason
 from adp2sgd.files import to_json
@@ -49,6 +51,7 @@ class Background(threading.Thread):
         self._due = {"evaluate": False, "checkpoint": False}
         self._wake = threading.Event()
         self._closing = False
+        self.pace = Pace(site.plan.config.checkpoint_every_s)
         self._model: FlatModel | None = None
 
     def log(self, events: list[dict[str, Any]]) -> None:
@@ -59,8 +62,9 @@ class Background(threading.Thread):
         self._wake.set()
 
     def checkpoint(self) -> None:
-        self._due["checkpoint"] = True
-        self._wake.set()
+        if not self._due["checkpoint"]:
+            self._due["checkpoint"] = True
+            self._wake.set()
 
     def close(self, *, checkpoint: bool) -> None:
         """Write what is left, in this thread; the learner must rest."""
@@ -77,8 +81,10 @@ class Background(threading.Thread):
             self._wake.clear()
             self._write_events()
             if self._due["checkpoint"]:
-                self._due["checkpoint"] = False
+                began = time.monotonic()
                 self._write_checkpoint()
+                self.pace.done(began)
+                self._due["checkpoint"] = False
             if self._due["evaluate"] and not self._closing:
                 self._due["evaluate"] = False
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -95,6 +96,8 @@ def finish(
             *setup.notes,
             *setup.held_out.notes,
             *_stopped(setup.plan, last.epoch, stopped),
+            *_apart(last.consensus, theta),
+            *_at_chance(last.metrics.get("accuracy"), setup.task),
             *_capped(learners, whole=last.global_steps >= setup.plan.target_steps),
             *new_ledgers(config, [each.budget for each in learners if each.budget is not None]),
         ),
@@ -108,6 +111,30 @@ def _stopped(plan: Plan, epoch: float, why: str | None) -> list[str]:
         return []
     cap = "; when it ended depended on what was seen, so the guarantee is ε at the cap" if plan.private else ""
     return [f"a callback stopped the run at epoch {epoch:.2f} of {plan.config.epochs:g} ({why}){cap}"]
+
+
+def _apart(consensus: float, theta: Tensor) -> list[str]:
+    """A note where the learners' models are further from θ than θ is from 0."""
+    if consensus <= max(1.0, float(theta.double().square().sum())):
+        return []
+    return [
+        f"the learners' models do not agree: their mean squared distance from θ is {consensus:.3g}, more than θ's own "
+        "size; lower optimizer.lr, or let learners exchange more often (topology.graph, topology.exchanges)"
+    ]
+
+
+def _at_chance(accuracy: float | None, task: Task) -> list[str]:
+    """A note where always answering the most frequent class would be as good, within a standard error."""
+    labels = task.test.labels()
+    if accuracy is None or labels is None or labels.is_floating_point() or labels.dim() != 1:
+        return []
+    share = float(labels.unique(return_counts=True)[1].max()) / len(labels)
+    if accuracy > share + math.sqrt(share * (1 - share) / len(labels)):
+        return []
+    return [
+        f"an accuracy of {accuracy:.3f} is no better than always answering the most frequent class; train longer or "
+        "change optimizer.lr, and in private mode use more records or a larger privacy.epsilon"
+    ]
 
 
 def learner_result(

@@ -314,6 +314,8 @@ class Worker:
         ):
             if self.plan.passed(every, before, total):
                 act()
+        if self.background.pace.due:
+            self.background.checkpoint()
 
     def report(self) -> tuple[LearnerStatus, int]:
         """What the supervisor hears five times a second."""

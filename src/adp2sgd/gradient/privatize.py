@@ -7,17 +7,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from adp2sgd import tree
 from adp2sgd.data.batches import Batch
 from adp2sgd.device import CapturedGraphs, laid_out, repeatable
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clipper import Clipper
 from adp2sgd.randomness.noise import NoiseSource
 from adp2sgd.task import Loss
+from adp2sgd.tree import Inputs
 
 SLOPE = 0.1
 """So wide, as a part of the clip norm, is the passage from "below" to "above" in the count of norms."""
@@ -66,7 +68,7 @@ class PlainStep:
 
     def __init__(
         self, loss: Loss, sigma: float = 0.0, autocast: torch.dtype | None = None, *,
-        network: Callable[[nn.Module], Callable[[Tensor], Tensor]] = lambda module: module,
+        network: Callable[[nn.Module], Callable[..., Any]] = lambda module: module,
     ) -> None:  # fmt: skip
         """`autocast`: the layers run in this type; `network`: what is made of the module to run it (say, compiled).
         One step may serve all learners that share a model."""
@@ -74,7 +76,7 @@ class PlainStep:
         self._network = network
         self._sigma = sigma
         self._autocast = autocast
-        self._captured: tuple[FlatModel, Callable[[Tensor, Tensor], None]] | None = None
+        self._captured: tuple[FlatModel, Callable[[Inputs, Tensor], None]] | None = None
 
     def clip(self, model: FlatModel, batch: Batch) -> Summed:
         """Nothing is clipped. The sum lies in `model.grad`."""
@@ -83,7 +85,7 @@ class PlainStep:
             self._captured = (model, CapturedGraphs(work) if repeatable(model.module, self._loss) else work)
         before = model.buffers.clone() if len(model.buffers) else None
         model.module.train()
-        self._captured[1](laid_out(batch.inputs), batch.targets)
+        self._captured[1](tree.each(laid_out, batch.inputs), batch.targets)
         return Summed(model.grad, buffers=None if before is None else model.buffers - before)
 
     def noise(self, model: FlatModel, summed: Summed, batch: Batch, source: NoiseSource) -> Gradient:
@@ -95,13 +97,13 @@ class PlainStep:
             source.add_normal(total, self._sigma)
         return Gradient(total.div_(batch.expected), summed.buffers)
 
-    def _sum(self, model: FlatModel, network: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> None:
+    def _sum(self, model: FlatModel, network: Callable[..., Any], inputs: Inputs, targets: Tensor) -> None:
         """The sum of the records' gradients, into `model.grad`."""
         model.grad.zero_()
-        if not len(inputs):
+        if not len(targets):
             return
-        with torch.autocast(inputs.device.type, self._autocast) if self._autocast else nullcontext():
-            losses = self._loss(network(inputs), targets)
+        with torch.autocast(targets.device.type, self._autocast) if self._autocast else nullcontext():
+            losses = self._loss(tree.call(network, inputs), targets)
         losses.sum().backward()
 
 

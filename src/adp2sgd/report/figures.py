@@ -80,9 +80,9 @@ def _line(key: str, title: str, runs: Sequence[RunData], axis: str, metric: str 
 
 
 def _logarithmic(values: Sequence[float]) -> dict[str, Any]:
-    """A tick at each power of ten; over less than two decades also at 2 and 5."""
-    few = max(values) / min(values) < 100
-    return {"type": "log", "dtick": "D2" if few else 1, "tickformat": ".0e"}
+    """A tick at each power of ten; where the values span less, wherever they are round."""
+    wide = max(values) / min(values) >= 100
+    return {"type": "log", "dtick": 1, "tickformat": ".0e"} if wide else {"type": "log", "tickformat": ".2~g"}
 
 
 def _line_trace(name: str, index: int, x: Floats, y: Floats) -> dict[str, Any]:

@@ -33,9 +33,8 @@ from adp2sgd.exchange.slots import LOOK, Layout, Memory
 from adp2sgd.files import to_json
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.progress import Key
-from adp2sgd.run_folder import Folder
+from adp2sgd.run_folder import SESSION, Folder
 
-SESSION = "session.json"  # what `--resume` needs beside the learners' checkpoints
 TICK_S = 0.05
 ERRORS: dict[str, type[Exception]] = {"DivergedError": DivergedError, "PrivacyError": PrivacyError}
 
