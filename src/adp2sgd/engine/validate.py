@@ -200,19 +200,3 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
     warnings += checks.check_rows(task.prepare, task.augment, stored)
     inputs, expected = task.prepare(stored), config.batch_size
     return warnings + checks.check_model(model.module, task.loss, inputs, targets, expected=expected)
-
-
-def _check_ledger(config: Config) -> None:
-    """Refuse a ledger that lasts over runs where records may move between sites, or where the data have no name."""
-    privacy = config.privacy
-    if privacy.ledger is not None and (config.data.partition != "site" or config.seed is not None):
-        raise ConfigError(
-            f'privacy.ledger = "{privacy.ledger}" needs data.partition = "site" and no seed: only then do records stay '
-            "with their site, and noise is spent for good; remove it or change those"
-        )
-    if (
-        privacy.ledger is not None
-        and privacy.dataset is None
-        and (config.task.startswith("<") or ":" in config.task or config.task.partition("/")[0] in ("table", "images"))
-    ):
-        raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
