@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-integration test-slow check format clean
+.PHONY: help install demo docs test test-integration test-slow check format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -22,6 +22,9 @@ install: $(VENV)/installed ## install the package into .venv
 
 demo: $(VENV)/installed ## train on handwritten digits with 8 learners, one of them 10 times slower
 	$(BIN)/adp2sgd demo
+
+docs: $(VENV)/installed-dev ## build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
 
 test: $(VENV)/installed-dev ## run the tests (under 10 minutes)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not processes and not integration'
@@ -43,4 +46,4 @@ format: $(VENV)/installed-dev ## format the code
 	$(BIN)/ruff check --fix .
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

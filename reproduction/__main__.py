@@ -9,8 +9,8 @@ from typing import Annotated, Optional
 import typer
 
 from adp2sgd.cli import view
-from adp2sgd.cli.main import Quiet, run
-from adp2sgd.cli.privacy import Json
+from adp2sgd.cli.main import run
+from adp2sgd.cli.options import Json, Quiet
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

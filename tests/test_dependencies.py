@@ -16,7 +16,11 @@ import pytest
 from conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-MODULES = {"scikit-learn": "sklearn", "pillow": "PIL"}  # distribution → module, where "-" → "_" does not give it
+MODULES = {
+    "scikit-learn": "sklearn",
+    "pillow": "PIL",
+    "mlflow-skinny": "mlflow",
+}  # distribution → module, where "-" → "_" does not give it
 PROVIDED = {"triton": "torch"}  # a part of torch's builds for GPUs; its module is imported where there is one
 OWN = {"adp2sgd", "reproduction"}
 

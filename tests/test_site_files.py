@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adp2sgd.config import at_site, difference, load_run, load_site, loads
+from adp2sgd.config import at_site, difference, load_run, load_site, loads_config
 from adp2sgd.errors import ConfigError
 
 RUN = """
@@ -87,7 +87,7 @@ def test_a_sites_run_has_its_own_data_budget_and_ledger(tmp_path: Path) -> None:
 
 def test_the_canonical_text_is_the_same_whatever_the_layout_and_names_the_key_that_differs(tmp_path: Path) -> None:
     run = load_run(run_file(tmp_path, RUN))
-    again = loads("# another layout\n" + RUN.replace("learners = 4", "learners   = 4  # hospitals"))
+    again = loads_config("# another layout\n" + RUN.replace("learners = 4", "learners   = 4  # hospitals"))
     assert run.to_toml() == again.to_toml()
-    other = loads(RUN.replace("batch_size = 16", "batch_size = 32"))
+    other = loads_config(RUN.replace("batch_size = 16", "batch_size = 32"))
     assert difference(run, other) == ("batch_size", "16", "32")

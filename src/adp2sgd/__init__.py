@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from adp2sgd.callbacks import EarlyStopping, MLflow, SaveBest, TensorBoard
     from adp2sgd.config import (
         Config,
         Data,
@@ -33,11 +34,13 @@ if TYPE_CHECKING:
         LedgerError,
         PrivacyError,
         RunError,
+        StopRun,
     )
+    from adp2sgd.model_folder import Model, load_model
     from adp2sgd.models.norm import without_batchnorm
     from adp2sgd.privacy.calibrate import epsilon, noise_for, steps_for
     from adp2sgd.privacy.mechanism import Guarantee
-    from adp2sgd.run_folder import Run, load_model, read_result
+    from adp2sgd.run_folder import Run, read_result
     from adp2sgd.task import Task
 
 __all__ = [
@@ -47,10 +50,13 @@ __all__ = [
     "Data",
     "DataError",
     "DivergedError",
+    "EarlyStopping",
     "Guarantee",
     "InterruptedRunError",
     "LearnerStatus",
     "LedgerError",
+    "MLflow",
+    "Model",
     "Network",
     "Optimizer",
     "Privacy",
@@ -59,8 +65,11 @@ __all__ = [
     "Run",
     "RunError",
     "RunStatus",
+    "SaveBest",
     "Speeds",
+    "StopRun",
     "Task",
+    "TensorBoard",
     "Topology",
     "Warmup",
     "as_records",
@@ -81,19 +90,25 @@ _HOMES = {
     "ConfigError": "errors",
     "DataError": "errors",
     "DivergedError": "errors",
+    "EarlyStopping": "callbacks",
     "Guarantee": "privacy.mechanism",
     "InterruptedRunError": "errors",
     "LearnerStatus": "engine.status",
     "LedgerError": "errors",
+    "MLflow": "callbacks",
     "PrivacyError": "errors",
+    "Model": "model_folder",
     "Records": "data.records",
     "Run": "run_folder",
     "RunError": "errors",
     "RunStatus": "engine.status",
+    "SaveBest": "callbacks",
+    "StopRun": "errors",
     "Task": "task",
+    "TensorBoard": "callbacks",
     "as_records": "data.indexed",
     "epsilon": "privacy.calibrate",
-    "load_model": "run_folder",
+    "load_model": "model_folder",
     "noise_for": "privacy.calibrate",
     "read_result": "run_folder",
     "simulate": "engine.simulation.simulate",

@@ -6,8 +6,8 @@ runs/NAME/learner-ID/events.jsonl           one line per step; stays at the lear
 runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledger` is set; plan.json: the cap
 runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, optimizer state
 runs/NAME/status.json                       how the run stands, at most a second old while it goes on
-runs/NAME/result.json                       what the run reports
-runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict
+runs/NAME/result.json                       what the run reports; result.before.json: before it was extended
+runs/NAME/model/                            θ, the average model, and all that is needed to use it (model_folder.py)
 
 Events, statuses, ledgers, plans and checkpoints can be read by their owner alone. For other files the umask decides.
 """
@@ -31,11 +31,13 @@ from adp2sgd.files import owner_only, replacing, to_json
 from adp2sgd.privacy.mechanism import Guarantee
 
 if TYPE_CHECKING:  # reading a run needs no PyTorch, which takes seconds to load
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from adp2sgd.task import Task
 
 EVENTS = "events.jsonl"
+SCRATCH = "adp2sgd-scratch-"  # begins the name of the folder of a run that nobody keeps
+SESSION, SIMULATION = "session.json", "simulation.safetensors"  # what `train` and `simulate` continue from
+RESULT, BEFORE = "result.json", "result.before.json"  # of the run, and of what it extends
 STATUS = "status.json"
 
 
@@ -142,41 +144,16 @@ def by_number(counts: Mapping[Any, int]) -> dict[int, int]:
     return {int(number): count for number, count in counts.items()}
 
 
-def read_result(folder: str | Path) -> Run:
+def read_result(folder: str | Path, name: str = "result.json") -> Run:
     """The result of a finished run."""
     try:
-        raw = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+        raw = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no result.json; give the folder of a finished run") from None
     raw["guarantee"] = None if raw["guarantee"] is None else Guarantee(**raw["guarantee"])
     raw["learners"] = tuple(LearnerResult(**each) for each in raw["learners"])
     raw["curve"] = tuple(Point(**each) for each in raw["curve"])
     return Run(**{**raw, "notes": tuple(raw["notes"])})
-
-
-def load_model(folder: str | Path, task: str | Task | None = None) -> nn.Module:
-    """The average model θ of a finished run, in evaluation mode. It reads what the task's `prepare` gives.
-
-    Guarantee: imports no code that the folder names. For a run whose task is a function of your own, `task` is its
-    name, "package.module:function", or the Task that it makes.
-    """
-    from adp2sgd.task import Task
-    from adp2sgd.tasks import resolve
-
-    home = Folder.open(folder)
-    if not (home.path / "model.safetensors").exists():
-        raise ConfigError(f"{folder} holds no model.safetensors; give the folder of a finished run")
-    if not isinstance(task, Task):
-        settings = config.naming(home.settings, task)
-        task = resolve(settings.task, settings.options, private=settings.privacy.mode == "private")
-    model = task.model()
-    try:
-        model.load_state_dict(home.load_tensors("model.safetensors")[0])
-    except RuntimeError:
-        raise ConfigError(
-            f"the model in {folder} is not that of the task; give the task that it was trained with"
-        ) from None
-    return model.eval()
 
 
 class Folder:
@@ -208,18 +185,36 @@ class Folder:
 
     @classmethod
     def reopen(cls, path: str | Path, settings: config.Config) -> Folder:
-        """To go on with its run, whose configuration `settings` must be; one that cannot be written is refused."""
+        """To continue its run, whose configuration `settings` must be; they may only ask for more epochs. A folder that
+        cannot be written is refused."""
         folder = cls.open(path)
         if not os.access(folder.path, os.W_OK):
             raise ConfigError(f"cannot write to {path}, so its run cannot go on; change its permissions")
-        if (other := config.difference(settings, folder.settings)) is not None:
+        before = folder.settings
+        longer = settings.epochs > before.epochs
+        wanted = before.replace(epochs=settings.epochs) if longer else before
+        if (other := config.difference(settings, wanted)) is not None:
             key, given, kept = other
             raise ConfigError(f"{key} = {given}, but {path} holds a run with {key} = {kept}; use that")
+        if longer:
+            folder._extend(settings)
         return folder
+
+    def _extend(self, settings: config.Config) -> None:
+        """Take the longer configuration. The result so far is kept as result.before.json."""
+        if settings.privacy.mode == "private":
+            raise ConfigError(
+                f"epochs = {settings.epochs:g}: the noise of a private run is planned for its epochs, so it cannot be "
+                f'extended; start a new run with init_from = "{self.path}" on the same privacy.ledger'
+            )
+        if (self.path / RESULT).exists():  # first: a run with a result and the longer configuration would be finished
+            (self.path / RESULT).replace(self.path / BEFORE)
+        with self.replacing("config.toml") as part:
+            part.write_text(settings.to_toml(), encoding="utf-8")
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes from running here; the kernel frees the folder if this one is killed."""
+        """Lock the folder against other runs. The kernel releases the lock if this process is killed."""
         with (self.path / "config.toml").open("rb") as file:
             try:
                 if not _locked(file.fileno()):
@@ -238,6 +233,12 @@ class Folder:
         with suppress(ImportError, OSError), (self.path / "config.toml").open("rb") as file:
             return not files.lock(file.fileno(), shared=True)
         return False
+
+    @property
+    def unstarted(self) -> bool:
+        """Whether its run was killed before it left anything to continue from."""
+        left = (SESSION, SIMULATION, RESULT, BEFORE)
+        return not any((self.path / name).exists() for name in left)
 
     @property
     def settings(self) -> config.Config:
@@ -326,7 +327,7 @@ class Folder:
 
     @contextmanager
     def telling_of_full_disks(self) -> Iterator[None]:
-        """What the system refuses to write ends the run in one line; the last checkpoint stays whole."""
+        """An error of the file system ends the run with one line. The last checkpoint stays whole."""
         try:
             yield
         except OSError as error:

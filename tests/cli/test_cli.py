@@ -234,6 +234,13 @@ def test_the_demo_ends_in_a_table(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "SYNC" in done.stdout
     assert "8.9×" in done.stdout
+    rows = {line[:21].strip(): line.split()[-6] for line in done.stdout.splitlines() if "×  " in line}
+    assert rows == {
+        "SYNC": "95.8%",
+        "ADPSGD": "96.7%",
+        "ADPSGD, 4 learners": "98.1%",
+        "A(DP)²SGD, 4 learners": "91.6%",
+    }
     assert "A(DP)²SGD" in done.stdout
     assert "not this run" in done.stdout
     assert not list(tmp_path.iterdir())

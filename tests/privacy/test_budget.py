@@ -428,9 +428,9 @@ def test_a_run_that_resumes_elsewhere_takes_no_other_ledger(
         made = prepare(settings)
         folder = tmp_path / name / "learner-0"
         folder.mkdir()
-        open_budget(made.plan, 0, made.site_names[0], len(made.shards[0]), folder).close()
+        open_budget(made.plan, 0, made.site_names[0], made.populations[0], folder).close()
     with pytest.raises(LedgerError, match=r"charged to .*here/ledgers/two-hospitals-north\.jsonl, not to .*there/"):
-        open_budget(made.plan, 0, made.site_names[0], len(made.shards[0]), tmp_path / "here" / "learner-0")
+        open_budget(made.plan, 0, made.site_names[0], made.populations[0], tmp_path / "here" / "learner-0")
 
 
 def test_a_statement_needs_a_ledger_and_a_delta(two_sites: Config, tmp_path: Path) -> None:
@@ -465,7 +465,7 @@ def test_a_learner_is_named_by_its_site(two_sites: Config, capsys: pytest.Captur
     assert dealt.site_names[1] is None
     assert "no learner stands for a site" in dealt.notes[0]
     assert made.notes == ()
-    wild = settings.replace(optimizer=Optimizer(lr=1e30))
+    wild = settings.replace(optimizer=Optimizer(lr=1e30, weight_decay=1e30))
     with pytest.raises(DivergedError, match=r"learner (north|south) diverged"):
         simulate(wild)
 
@@ -535,12 +535,13 @@ def test_a_run_reports_the_largest_share_that_was_spent(tmp_path: Path) -> None:
             short.draw()
     accounts = [
         Account(
+            number,
             Budget.read(tmp_path / n / "ledger.jsonl", fixed, plan_path=tmp_path / n / "run/plan.json", seeded=False),
             "",
         )
-        for n in ("a", "b")
+        for number, n in enumerate(("a", "b"))
     ]
-    told = _guarantee(accounts)
+    told = _guarantee(accounts, at_cap=False)
     assert told.epsilon == accounts[0].budget.guarantee().epsilon > accounts[1].budget.guarantee().epsilon
     assert told.epsilon_spent == accounts[1].budget.guarantee().epsilon_spent > 0
     assert "in 40 of 125 steps" in str(told)

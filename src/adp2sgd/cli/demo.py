@@ -27,15 +27,21 @@ PRIVATE_DIGITS = BASE.replace(
     privacy=Privacy(mode="private", epsilon=3.2, delta=1e-4, headroom=1.3),
 )
 
+# The same without privacy. Gradients that are not clipped are longer: of the rates 0.05 to 1 this one serves best.
+PLAIN_DIGITS = PRIVATE_DIGITS.replace(privacy=Privacy(), optimizer=Optimizer(lr=0.3))
+
 
 def play(*, as_json: bool = False) -> None:
-    """Run the story and print its table. The private row has its own SYNC, of as many learners, to be compared with."""
+    """Run the story and print its table. The private row stands below the same model without privacy. Both are compared
+    with a SYNC of as many learners."""
     sync = _run("SYNC", BASE.replace(algorithm="sync"))
     few = PRIVATE_DIGITS.replace(algorithm="sync", task="digits/mlp", privacy=Privacy())
+    slowest = _run("SYNC", few)
     rows = {
         "SYNC": (sync, sync),
         "ADPSGD": (_run("ADPSGD", BASE), sync),
-        "A(DP)²SGD, 4 learners": (_run("A(DP)²SGD", PRIVATE_DIGITS), _run("SYNC", few)),
+        "ADPSGD, 4 learners": (_run("ADPSGD", PLAIN_DIGITS), slowest),
+        "A(DP)²SGD, 4 learners": (_run("A(DP)²SGD", PRIVATE_DIGITS), slowest),
     }
     if as_json:
         view.print_json({name: run.to_dict() for name, (run, _) in rows.items()})
@@ -44,8 +50,11 @@ def play(*, as_json: bool = False) -> None:
     columns = ["algorithm", "accuracy", "virtual time", "speed-up", "staleness", "ε"]
     view.table(title, columns, [_row(name, *runs) for name, runs in rows.items()])
     private = rows["A(DP)²SGD, 4 learners"][0]
-    print("speed-up: over SYNC with as many learners. staleness: global steps between reading a model and updating it.")
-    print(f"A(DP)²SGD {view.privacy_line(private)}")
+    view.say(
+        "speed-up: over SYNC with as many learners. staleness: global steps between reading a model and updating it."
+    )
+    view.say("The rows with 4 learners train the same model (a CNN) on the same records, without and with privacy.")
+    view.say(f"A(DP)²SGD {view.privacy_line(private)}")
 
 
 def _run(name: str, config: Config) -> Run:

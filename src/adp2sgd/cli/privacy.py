@@ -146,6 +146,24 @@ def privacy_spent(
         print(f"note: {note}")
 
 
+@privacy.command("statement", epilog="Example: adp2sgd privacy statement runs/first -o statement.md")
+def privacy_statement(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished private run.")],
+    kind: Annotated[str, typer.Option("--format", help="markdown, json or registry (a draft for the DP registry)")] = (
+        "markdown"
+    ),
+    out: Annotated[Optional[Path], typer.Option("-o", "--out", help="The file to write (default: print).")] = None,  # noqa: UP045
+) -> None:
+    """The privacy statement of a run: who is protected, against whom, how strongly, and what is not covered."""
+    from adp2sgd.cli import view
+
+    with view.waiting("composing the steps"):
+        from adp2sgd.report.statement import write_statement
+
+        text = write_statement(run, kind, out)
+    print(text if out is None else out)
+
+
 @privacy.command(
     "theorem",
     epilog="Example: adp2sgd privacy theorem --epsilon 9 --delta 1e-5 --learners 16 --smallest-shard 3125 "

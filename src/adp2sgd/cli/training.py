@@ -66,9 +66,9 @@ def _chosen(
     if resume is None:
         chosen = configuration(config, settings, trust)
         return chosen, out or _run_folder(chosen.task, chosen.algorithm)
-    if config is not None or settings or out is not None:
+    if config is not None or out is not None:
         raise ConfigError("--resume continues with the run's own configuration; remove the other arguments")
-    return naming(Folder.open(resume).settings, trust), resume
+    return naming(Folder.open(resume).settings.with_settings(settings), trust), resume
 
 
 def _run_folder(task: str, algorithm: str) -> Path:

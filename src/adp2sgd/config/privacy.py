@@ -12,7 +12,7 @@ from adp2sgd.settings import Section, one_of, require
 MODES = ("private", "paper", "none")
 ADJACENCIES = ("add-remove", "replace-one")
 PRIVATE_ONLY = (
-    *("clip_quantile", "clip_rate", "count_noise", "copies", "clipper", "fixed_work"),
+    *("clip_quantile", "clip_rate", "count_noise", "copies", "clipper", "fixed_work", "records_per_unit"),
     *("epsilon", "delta", "noise_multiplier"),
 )
 MEANINGLESS = {"private": ("sigma",), "paper": PRIVATE_ONLY, "none": (*PRIVATE_ONLY, "sigma")}  # mode → fields
@@ -40,6 +40,8 @@ class Privacy(Section):
     clipper: str = "auto"  # or "loop": record by record, slow, for neighbours who may send weights made to harm
     fixed_work: bool = False  # every step does the same work whatever its batch, so that its time tells nothing
     copies: int = 1  # augmented copies of each record in a batch; their mean gradient is clipped
+    # Where records belong to units (a patient, say): rows of each drawn unit in a step. They are clipped as one.
+    records_per_unit: int = 4
     adjacency: str = "add-remove"
     ledger: str | None = None  # a folder: sites' ledgers across runs; unset: each run keeps its own
     dataset: str | None = None  # the data's name in that ledger; unset: the task's family, as in "heart"
@@ -54,6 +56,7 @@ class Privacy(Section):
         one_of("privacy.clipper", self.clipper, CLIPPERS)
         require(self.clip_norm > 0, "privacy.clip_norm", self.clip_norm, "use a positive number")
         require(1 <= self.headroom < math.inf, "privacy.headroom", self.headroom, "use 1 or more")
+        require(self.records_per_unit >= 1, "privacy.records_per_unit", self.records_per_unit, "use 1 or more")
         require(self.copies >= 1, "privacy.copies", self.copies, "use 1 or more")
         require(0 < self.clip_rate < math.inf, "privacy.clip_rate", self.clip_rate, "use a positive number, like 0.2")
         fix = f"use a positive number, {LEAST_EPSILON:g} at least"

@@ -59,18 +59,18 @@ class PoissonBatches:
         self.rate = min(1.0, batch_size / counted)
         self.expected = self.rate * counted
         self.rows = round(self.expected) if fixed_rows is None else fixed_rows
-        self._fixed = fixed_rows is not None
+        self.fixed = fixed_rows is not None
         self._records = records
         self._streams = streams
 
     def draw(self, step: int) -> Tensor:
         stream = self._streams("batch", step)
-        if not self._fixed:
+        if not self.fixed:
             return stream.bernoulli(self._records, self.rate)
         return _packed(stream.members(self._records, self.rate), self.rows)
 
     def counted(self, rows: Tensor) -> int | None:
-        return int((rows < self._records).sum()) if self._fixed else None
+        return int((rows < self._records).sum()) if self.fixed else None
 
 
 def _packed(members: Tensor, size: int) -> Tensor:

@@ -21,6 +21,7 @@ from adp2sgd.files import replacing
 
 if TYPE_CHECKING:
     from adp2sgd.data.encoder import Encoder
+    from adp2sgd.data.image_encoder import ImageEncoder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,9 +36,10 @@ class Source:
     classes: int  # outputs of the model; 1 where the target is a number
     prepare: Callable[[Tensor], Tensor] = torch.Tensor.float  # batch as stored → what the model reads
     fitted: str | None = None
+    identifier: str | None = None  # what seems to tell whose a record is, where records have no units
     loss: Callable[[Tensor, Tensor], Tensor] | None = None  # one per record; None: the cross-entropy
     metrics: tuple[str, ...] = ("accuracy",)
-    encoder: Encoder | None = None  # turns new inputs into records without the training data
+    encoder: Encoder | ImageEncoder | None = None  # turns new inputs into records without the training data
 
 
 def cache_folder() -> Path:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from adp2sgd import tree
-from adp2sgd.data.records import Records, RecordSet
+from adp2sgd.data.records import Records, RecordSet, Units
 from adp2sgd.errors import ConfigError, DataError, OtherProcessError, kind
 from adp2sgd.tree import Inputs
 
@@ -123,6 +123,7 @@ class DatasetRecords:
     like: Batch  # no record: the structure, the types and the shapes
     sites: Tensor | None = None
     site_names: tuple[str, ...] = field(default=())
+    units: Units | None = None
 
     def __repr__(self) -> str:
         """Sizes and types, never a value."""
@@ -133,7 +134,10 @@ class DatasetRecords:
         return len(self.rows)
 
     def take(self, rows: Tensor) -> DatasetRecords:
-        return replace(self, rows=self.rows[rows], sites=None if self.sites is None else self.sites[rows])
+        sites = None if self.sites is None else self.sites[rows]
+        return replace(
+            self, rows=self.rows[rows], sites=sites, units=None if self.units is None else self.units.take(rows)
+        )
 
     def read(self, rows: Tensor) -> Batch:
         return self.reader.read(self.rows[rows].tolist()) if len(rows) else self.like
@@ -184,14 +188,14 @@ def in_thread(records: RecordSet) -> RecordSet:
 
 def detached(records: RecordSet) -> Any:
     """What to hand over to a process that has the dataset already: of records in memory, all."""
-    return (records.rows, records.sites) if isinstance(records, DatasetRecords) else records
+    return (records.rows, records.sites, records.units) if isinstance(records, DatasetRecords) else records
 
 
 def attached(own: Any, dataset: RecordSet) -> RecordSet:
     """The records that `detached` stands for."""
     if not isinstance(dataset, DatasetRecords):
         return own  # type: ignore[no-any-return]
-    return replace(dataset, rows=own[0], sites=own[1])
+    return replace(dataset, rows=own[0], sites=own[1], units=own[2])
 
 
 def as_records(

@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 
 from adp2sgd.data.folder import Source, check_labels, find, read_bytes
-from adp2sgd.data.records import Records
+from adp2sgd.data.records import Records, Units
 from adp2sgd.errors import ConfigError, DataError
 
+SPEAKER = "speaker"
 WINDOW = 21  # frames per record, as in the paper
 
 # Public constants for natural-log mel energies at 100 frames/s: 16-bit speech runs from about 2 (silence) to 14
@@ -51,14 +52,18 @@ def load(
     classes: int,
     test_speakers: Collection[str] | None = None,
     normalize: str = "fixed",
+    unit: str | None = None,
     name: str = "speech",
 ) -> Source:
     """Windows of 21 frames with deltas and double deltas, float32 [n, 21, 3·features]; targets [n, 21].
 
     Reads NAME/train and NAME/test, or with `test_speakers` one folder, each with feats.scp, ali.scp and utt2spk;
     paths in an scp are absolute or relative to it. Windows do not overlap and the rest of an utterance is dropped.
-    Sites are speakers. A record is a window, not a speaker; its deltas look 4 frames beyond its ends.
+    Sites are speakers. A record is a window, not a speaker; its deltas look 4 frames beyond its ends. With `unit` =
+    "speaker" a private run protects a speaker with all windows.
     """
+    if unit not in (None, SPEAKER):
+        raise ConfigError(f'unit = "{unit}" is unknown to speech; use "{SPEAKER}", or leave it out')
     if normalize not in NORMALIZERS:
         raise ConfigError(f"normalize = {normalize!r} is unknown; use one of {sorted(NORMALIZERS)}")
     markers = ("feats.scp",) if test_speakers is not None else ("train/feats.scp",)
@@ -73,8 +78,10 @@ def load(
         train, test = _split(_read(folder), test_speakers, folder)
     names = tuple(sorted({*train.speakers, *test.speakers}))
     parts = [_windows(part, names, classes, normalize, folder) for part in (train, test)]
+    if unit is not None:
+        parts = [replace(part, units=Units(part.sites, unit)) for part in parts if part.sites is not None]
     fitted = "mean and variance of each speaker's frames" if normalize == "speaker" else None
-    return Source(train=parts[0], test=parts[1], classes=classes, fitted=fitted)
+    return Source(train=parts[0], test=parts[1], classes=classes, fitted=fitted, identifier=None if unit else SPEAKER)
 
 
 def _read(folder: Path) -> _Speech:

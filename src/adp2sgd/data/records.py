@@ -6,9 +6,12 @@ dataset that may be larger than memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,10 +20,46 @@ from adp2sgd.errors import DataError
 from adp2sgd.tree import Inputs
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Units:
+    """`of[i]` is the number of the unit that record i belongs to. `name` says what a unit is, such as "patient_id"."""
+
+    of: Tensor
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.of, Tensor) or self.of.dim() != 1 or self.of.is_floating_point():
+            raise DataError("the units of Records are no numbers; give a torch.Tensor of one whole number per record")
+
+    @classmethod
+    def named(cls, column: Sequence[str], name: str) -> Units:
+        """The units whose names stand in `column`, one for each record."""
+        codes = np.unique(np.array(column), return_inverse=True)[1]
+        return cls(torch.from_numpy(codes.astype(np.int64)), name)
+
+    @cached_property
+    def count(self) -> int:
+        """How many units there are."""
+        return len(self.of.unique())
+
+    def take(self, rows: Tensor) -> Units:
+        return Units(self.of[rows], self.name)
+
+    def divided(self, shards: Iterable[Tensor]) -> tuple[int, int] | None:
+        """Two of the `shards` of rows that share a unit; None where every unit lies in one shard."""
+        owner: dict[int, int] = {}
+        for number, rows in enumerate(shards):
+            for unit in self.of[rows].unique().tolist():
+                if owner.setdefault(unit, number) != number:
+                    return owner[unit], number
+        return None
+
+
 class RecordSet(Protocol):
-    """Records 0 … len − 1, each with an input and a target. A record is the unit of privacy.
+    """Records 0 … len − 1, each with an input and a target.
 
     `sites[i]` is the index in `site_names` of the owner of record i, where the data has natural owners.
+    `units` says to whom each record belongs where one person has several; without them a record is the unit of privacy.
     Inputs stay as stored (uint8 images, say); `Task.prepare` turns a batch of them into what the model reads.
     """
 
@@ -28,6 +67,8 @@ class RecordSet(Protocol):
     def sites(self) -> Tensor | None: ...
     @property
     def site_names(self) -> tuple[str, ...]: ...
+    @property
+    def units(self) -> Units | None: ...
 
     def __len__(self) -> int: ...
 
@@ -60,6 +101,7 @@ class Records:
     targets: Tensor
     sites: Tensor | None = None
     site_names: tuple[str, ...] = ()
+    units: Units | None = None
 
     def __post_init__(self) -> None:
         if not tree.is_tree(self.inputs):
@@ -74,6 +116,8 @@ class Records:
                 raise DataError(f"{len(part)} inputs but {len(self.targets)} targets; every record needs both")
         if self.sites is not None and len(self.sites) != len(self.targets):
             raise DataError(f"{len(self.targets)} records but {len(self.sites)} site labels; every record needs one")
+        if self.units is not None and len(self.units.of) != len(self.targets):
+            raise DataError(f"{len(self.targets)} records but {len(self.units.of)} units; every record belongs to one")
 
     def __repr__(self) -> str:
         """Sizes and types, never a value: objects are printed in messages and notebooks."""
@@ -86,7 +130,8 @@ class Records:
 
     def take(self, rows: Tensor) -> Records:
         sites = None if self.sites is None else self.sites[rows]
-        return replace(self, inputs=tree.take(self.inputs, rows), targets=self.targets[rows], sites=sites)
+        units = None if self.units is None else self.units.take(rows)
+        return replace(self, inputs=tree.take(self.inputs, rows), targets=self.targets[rows], sites=sites, units=units)
 
     def read(self, rows: Tensor) -> tuple[Inputs, Tensor]:
         return tree.take(self.inputs, rows), self.targets[rows]

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adp2sgd import config
-from adp2sgd.data.records import RecordSet
+from adp2sgd.data.records import RecordSet, Units
 from adp2sgd.errors import ConfigError
 
 Rows = NDArray[np.int64]
@@ -19,7 +19,9 @@ def split(records: RecordSet, how: config.Data, learners: int, seed: int) -> tup
     if len(records) < learners:
         raise ConfigError(f"learners = {learners} exceeds the {len(records)} training records; use fewer learners")
     stream, partition = np.random.default_rng([seed, 0x5AAD]), partition_of(records, how)
-    if partition == "iid":
+    if records.units is not None and partition != "site":
+        shards = _whole_units(records.units, how, partition, learners, stream)
+    elif partition == "iid":
         shards = _iid(len(records), how.sizes or (1.0,) * learners, stream)
     elif partition == "dirichlet":
         shards = _dirichlet(records, how.alpha, learners, stream)
@@ -42,6 +44,21 @@ def _iid(records: int, sizes: tuple[float, ...], stream: np.random.Generator) ->
     for k in np.argsort(-share, kind="stable")[: records - counts.sum()]:
         counts[k] += 1
     return np.split(stream.permutation(records), np.cumsum(counts)[:-1])
+
+
+def _whole_units(
+    units: Units, how: config.Data, partition: str, learners: int, stream: np.random.Generator
+) -> list[Rows]:
+    """As `_iid`, of units: all records of a unit go to one learner."""
+    if partition != "iid":
+        raise ConfigError(
+            f'data.partition = "{partition}" would divide the records of a {units.name}; use "iid" or "site"'
+        )
+    if units.count < learners:
+        raise ConfigError(f"learners = {learners} exceeds the {units.count} units ({units.name}); use fewer learners")
+    numbers, place = np.unique(units.of.numpy(), return_inverse=True)
+    chosen = _iid(len(numbers), how.sizes or (1.0,) * learners, stream)
+    return [np.flatnonzero(np.isin(place, own)) for own in chosen]
 
 
 def _dirichlet(records: RecordSet, alpha: float, learners: int, stream: np.random.Generator) -> list[Rows]:

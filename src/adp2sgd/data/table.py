@@ -7,6 +7,7 @@ which in a file without a header is a record.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,10 @@ from adp2sgd.data import features
 from adp2sgd.data.encoder import Encoder
 from adp2sgd.data.features import MISSING, Bools, Feature
 from adp2sgd.data.folder import Source, held_out
-from adp2sgd.data.records import Records
+from adp2sgd.data.records import Records, Units
 from adp2sgd.data.tablefile import Column, Format, Table, Where, read
 from adp2sgd.data.target import TARGETS, Target, category_values, declared_classes, fitted_classes, number_target
+from adp2sgd.data.units import looks_like_people
 from adp2sgd.errors import ConfigError, DataError
 
 SPLITS = {"train": False, "test": True}
@@ -32,6 +34,7 @@ def load(
     classes: Sequence[object] | None = None,
     class_weights: Mapping[str, float] | None = None,
     site: str | None = None,
+    unit: str | None = None,
     split: str | None = None,
     ranges: Mapping[str, Sequence[object]] | None = None,
     categories: Mapping[str, Sequence[object]] | None = None,
@@ -42,41 +45,46 @@ def load(
     decimal: str = ".",
     date_format: str | None = None,
 ) -> Source:
-    """Inputs float32 [n, features]: every column but `label`, `site`, `split` and `ignore`, in the file's order.
+    """Inputs float32 [n, features]: every column but `label`, `site`, `unit`, `split` and `ignore`, in the file's
+    order.
 
     `path` is one file, or a folder with one file per site. Numbers and dates are scaled from `ranges[column]` to
     [−1, 1] and clipped, `categories[column]` are one-hot, and each column has an indicator of being missing. The label
     is one of `classes`, or a number that is scaled from its range (`target = "number"`). What is not declared is taken
     from the records, and `fitted` names it: private training then refuses. Rows are held out by `split` (values train
-    and test) or by a hash of their own content.
+    and test) or by a hash of their own content. `unit` is the column that tells whose a record is: all records of a
+    unit are held out together or not at all, and a private run protects the unit as a whole.
     """
     ignore = [ignore] if isinstance(ignore, str) else ignore
     written = Format(delimiter=delimiter, encoding=encoding, decimal=decimal, date_format=date_format)
     ranges, categories, classes = ranges or {}, categories or {}, classes or None
     table = read(Path(path), written, site=site, ignore=ignore)
     site = "site" if Path(path).is_dir() and site is None else site
-    roles = [name for name in (label, site, split) if name]
+    roles = [name for name in (label, site, unit, split) if name]
     _check_names(path, table, [*roles, *ranges, *categories, *ignore])
     names = [name for name in table.columns if name not in {*roles, *ignore}]
     if not names:
         raise DataError(f"{path} has no column besides {roles}; add the features")
-    test = _test_rows(table, split, test_fraction)
+    test = _test_rows(table, split, unit, test_fraction)
     schema = _Schema(table, written, ranges, categories, ~test)
     chosen = schema.target(label, target, classes, class_weights)
     encoder = Encoder(features=tuple(map(schema.feature, names)), target=chosen, written=written)
+    source = _source(table, encoder, test, site, unit)
+    return replace(source, fitted=schema.fitted)
+
+
+def _source(table: Table, encoder: Encoder, test: Bools, site: str | None, unit: str | None) -> Source:
+    """The table's rows as records, in two parts."""
     owners, site_names = _sites(table.columns[site], site, table.where) if site else (None, ())
-    records = Records(encoder.inputs(table), encoder.targets(table), owners, site_names)
-    return _source(records, test, encoder, schema.fitted)
-
-
-def _source(records: Records, test: Bools, encoder: Encoder, fitted: str | None) -> Source:
+    units = None if unit is None else Units.named(table.columns[unit], unit)
+    records = Records(encoder.inputs(table), encoder.targets(table), owners, site_names, units)
     train, held = (records.take(torch.from_numpy(np.flatnonzero(rows))) for rows in (~test, test))
     target = encoder.target
     return Source(
         train=train,
         test=held,
         classes=target.outputs,
-        fitted=fitted,
+        identifier=looks_like_people(table.columns) if unit is None else None,
         loss=target.loss,
         metrics=target.metrics,
         encoder=encoder,
@@ -166,9 +174,12 @@ class _Schema:
         return fitted_classes(label, column, where, self.written, weights)
 
 
-def _test_rows(table: Table, split: str | None, fraction: float) -> Bools:
-    """Which rows are held out. By content: adding or removing a record never moves another."""
-    if split is None:
+def _test_rows(table: Table, split: str | None, unit: str | None, fraction: float) -> Bools:
+    """Which rows are held out. By content: adding or removing a record, or a unit, never moves another."""
+    owners = None if unit is None else _filled(table.columns[unit], unit, table.where)
+    if split is None and owners is not None:
+        test = np.array([held_out(owner.encode(), fraction) for owner in owners])
+    elif split is None:
         rows = zip(*(table.columns[name] for name in sorted(table.columns)), strict=True)
         test = np.array([held_out("\x1f".join(row).encode(), fraction) for row in rows])
     else:
@@ -177,9 +188,25 @@ def _test_rows(table: Table, split: str | None, fraction: float) -> Bools:
                 allowed = " nor ".join(SPLITS)
                 raise DataError(f"{table.where(row)}: the value in column {split!r} is neither {allowed}; correct it")
         test = np.array([SPLITS[value] for value in table.columns[split]])
+        _refuse_divided(owners, test, unit, table.where)
     if test.all() or not test.any():
         raise DataError(f"{len(test)} records give no {'training' if test.all() else 'test'} set; change the split")
     return test
+
+
+def _filled(column: Column, name: str, where: Where) -> Column:
+    for row, value in enumerate(column):
+        if value in MISSING:
+            raise DataError(f"{where(row)}: column {name!r} names no unit; fill it in, or drop the record")
+    return column
+
+
+def _refuse_divided(owners: Column | None, test: Bools, unit: str | None, where: Where) -> None:
+    """Refuse a split that trains on some records of a unit and holds out others."""
+    held: dict[str, bool] = {}
+    for row, owner in enumerate(owners or ()):
+        if held.setdefault(owner, bool(test[row])) != test[row]:
+            raise DataError(f"{where(row)}: its {unit} has records for training and for testing; give all the same")
 
 
 def _sites(column: Column, name: str, where: Where) -> tuple[torch.Tensor, tuple[str, ...]]:

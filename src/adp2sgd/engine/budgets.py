@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adp2sgd.config import Config
+from adp2sgd.data.units import Population
 from adp2sgd.engine.plan import Plan
 from adp2sgd.errors import ConfigError, LedgerError
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.ledger import read as read_ledger
 
 
-def open_budget(plan: Plan, number: int, site: str | None, records: int, folder: Path) -> Budget:
-    """The budget of learner `number`, whose own folder `folder` is."""
+def open_budget(plan: Plan, number: int, site: str | None, own: Population, folder: Path) -> Budget:
+    """The budget of learner `number`, whose own folder `folder` is, for batches of its `own` records or units."""
     config = plan.config
     path, owner = _ledger(config, number, site, folder)
     if config.privacy.ledger is not None:
@@ -28,7 +29,8 @@ def open_budget(plan: Plan, number: int, site: str | None, records: int, folder:
         config.privacy,
         dataset=_dataset(config),
         site=owner,
-        records=records,
+        records=own.count,
+        unit=own.unit,
         batch_size=config.batch_size,
         planned_steps=plan.planned_steps,
         plan_path=folder / "plan.json",
@@ -44,7 +46,7 @@ def read_budget(plan: Plan, number: int, site: str | None, folder: Path) -> Budg
 
 
 def new_ledgers(config: Config, budgets: Sequence[Budget]) -> list[str]:
-    """Notes on the sites' ledgers that began with this run: one in a wrong folder or of a wrong name would."""
+    """Notes on ledgers that began with this run. A wrong folder or a wrong name would begin a new ledger too."""
     new = [budget.ledger for budget in budgets if config.privacy.ledger is not None and not budget.plan.before.parts]
     if not new:
         return []
@@ -77,7 +79,7 @@ def _ledger(config: Config, number: int, site: str | None, folder: Path) -> tupl
 
 
 def _dataset(config: Config) -> str:
-    """The data's name in a ledger: the same for every model that is trained on them."""
+    """The data set's name in a ledger. It is the same for every model that is trained on the data."""
     return config.privacy.dataset or config.task.partition("/")[0]
 
 

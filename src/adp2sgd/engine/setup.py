@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -14,17 +15,19 @@ from adp2sgd import tree
 from adp2sgd.config import Config
 from adp2sgd.data import shards
 from adp2sgd.data.indexed import DatasetRecords, start_reading
+from adp2sgd.data.units import Population, population
 from adp2sgd.device import AUTOCAST
-from adp2sgd.engine.compute import Compute, build_model, pick_device
-from adp2sgd.engine.evaluate import Figures, HeldOut
+from adp2sgd.engine.compute import Compute, build_model, pick_device, rows_together
+from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan, make_plan
 from adp2sgd.engine.site import Site, make_learner
 from adp2sgd.engine.theta import Mean
 from adp2sgd.engine.validate import validate
-from adp2sgd.errors import LedgerError, telling_no_values
+from adp2sgd.errors import LedgerError, PrivacyError, telling_no_values
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.proof import synthetic
 from adp2sgd.learner import Learner
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.ledger import read as read_ledger
 from adp2sgd.run_folder import Folder, Point
 from adp2sgd.task import Task
@@ -38,6 +41,7 @@ class Setup:
     plan: Plan
     task: Task
     shards: tuple[Tensor, ...]
+    populations: tuple[Population, ...]  # what each learner's batches are samples of
     compute: Compute
     notes: tuple[str, ...] = ()
 
@@ -53,6 +57,18 @@ class Setup:
             return (None,) * len(self.shards)
         numbers = [int(train.sites[rows[0]]) for rows in self.shards]
         return tuple(train.site_names[number] if train.site_names else str(number) for number in numbers)
+
+    def refuse_divided_units(self) -> None:
+        """Refuse, in private mode, a unit that lies at two learners: each would spend a budget of its own on it."""
+        units = self.task.train.units if self.plan.private else None
+        divided = None if units is None else units.divided(self.shards)
+        if units is None or divided is None:
+            return
+        names = [self.site_names[number] or f"learner {number}" for number in divided]
+        raise PrivacyError(
+            f"a {units.name} has records at {names[0]} and at {names[1]}, where each would spend a budget of its own; "
+            f"give each site {units.name} values of its own if they are different ones, else put all records at one"
+        )
 
     def point(self, global_steps: int, seconds: float, figures: Figures, mean: Mean) -> Point:
         """One evaluation of θ, whose figures these are."""
@@ -87,11 +103,15 @@ def prepare(config: Config, task: Task | None = None, seed: int | None = None, *
     task = task or resolve(config.task, config.options, private=config.privacy.mode == "private")
     task = _with_workers(task, config.data.workers)
     config = config.replace(data=config.data.replace(partition=shards.partition_of(task.train, config.data)))
-    plan = make_plan(config, total_samples=len(task.train), seed=seed)
+    private = config.privacy.mode == "private"
+    plan = make_plan(config, total_samples=population(task.train, private=private).count, seed=seed)
     rows = shards.split(task.train, config.data, config.learners, plan.seed)
-    compute = Compute(plan, task, device, largest_shard=max(map(len, rows)))
-    notes = validate(plan, task, compute.model, [len(shard) for shard in rows], resumed=resumed)
-    return Setup(plan, task, rows, compute, (*_mixed_sites(config, task), *notes))
+    owned = tuple(population(task.train, private=private, rows=shard) for shard in rows)
+    compute = Compute(plan, task, device, largest_shard=max(each.count for each in owned))
+    made = Setup(plan, task, rows, owned, compute)
+    made.refuse_divided_units()
+    notes = validate(plan, task, compute.model, [each.count for each in owned], resumed=resumed)
+    return replace(made, notes=(*_mixed_sites(config, task), *notes))
 
 
 def _mixed_sites(config: Config, task: Task) -> list[str]:
@@ -107,7 +127,9 @@ def _mixed_sites(config: Config, task: Task) -> list[str]:
 def _with_workers(task: Task, workers: int) -> Task:
     """Datasets that are read by index get readers of their own, which end with the run."""
     parts = {"train": task.train, "test": task.test}
-    read = {name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)}
+    read: dict[str, Any] = {
+        name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)
+    }
     if not read:
         return task
     task = replace(task, **read)
@@ -117,7 +139,7 @@ def _with_workers(task: Task, workers: int) -> Task:
 
 @contextmanager
 def beginning(folder: Folder, *, fresh: bool) -> Iterator[None]:
-    """While the learners of a run are made: if they cannot be, a `fresh` folder is free again for another try."""
+    """Use while the learners of a run are made. If that fails, a `fresh` folder is emptied for another try."""
     try:
         yield
     except BaseException:
@@ -127,7 +149,7 @@ def beginning(folder: Folder, *, fresh: bool) -> Iterator[None]:
 
 
 def _discard(folder: Folder) -> None:
-    """Remove what the begin of a run has written, and nothing else. A ledger with spent steps stays."""
+    """Remove what the start of a run has written, and nothing else. A ledger with spent steps stays."""
     for own in folder.path.glob("learner-*"):
         ledger = own / "ledger.jsonl"
         with suppress(LedgerError, OSError):
@@ -145,7 +167,7 @@ def explain_gradients(config: Config) -> list[choose.Row]:
     with telling_no_values(private=True):
         task, device = resolve(config.task, config.options, private=True), pick_device(config.device)
         model = build_model(task, device, config.task, config.seed or 0, private=True)
-        copies, rows = config.privacy.copies, min(len(task.train), config.batch_size)
+        copies, rows = rows_together(config, task), min(len(task.train), config.batch_size)
         blank, labels = task.train.blank()
         stored = tree.each(lambda part: synthetic(part.to(device), rows * copies), blank)
         targets = synthetic(labels.to(device), rows * copies)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adp2sgd.data.batches import Batches, PoissonBatches, ReshuffledBatches
+from adp2sgd.data.records import RecordSet
+from adp2sgd.data.units import Population, UnitBatches, population
 from adp2sgd.engine.budgets import open_budget
 from adp2sgd.engine.compute import Compute
 from adp2sgd.engine.plan import Plan
@@ -27,7 +29,7 @@ class Site:
     number: int
     name: str | None
     task: Task
-    declared: int | None = None  # a rounded number of records that the sample rate follows from; unset: the true one
+    declared: int | None = None  # records or units, rounded: the sample rate follows from it; unset: the true number
 
 
 def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) -> Learner:
@@ -35,14 +37,13 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     plan, config = site.plan, site.plan.config
     streams = Streams(config.seed, site.number + (start << 32))  # a restart repeats neither batches nor noise
     task, model = site.task, compute.model
-    count = len(task.train)
-    declared = site.declared or count
+    own = population(task.train, private=plan.private)
+    declared = Population(site.declared or own.count, own.unit)
     budget = open_budget(plan, site.number, site.name, declared, folder) if plan.private else None
     records = task.train.with_blank() if config.privacy.fixed_work else task.train
-    batches = _batches(plan, count, declared, streams, budget)
-    return Learner(
+    batches = _batches(plan, task.train, declared.count, streams, budget)
+    learner = Learner(
         number=site.number,
-        name=site.name,
         model=model,
         sampler=Sampler(task, records, batches, streams, model.device, copies=config.privacy.copies),
         gradient_step=compute.gradient_step(budget),
@@ -51,14 +52,19 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
         streams=streams,
         budget=budget,
     )
+    learner.name = site.name or learner.name
+    return learner
 
 
-def _batches(plan: Plan, records: int, declared: int, streams: Streams, budget: Budget | None) -> Batches:
+def _batches(plan: Plan, records: RecordSet, declared: int, streams: Streams, budget: Budget | None) -> Batches:
     config = plan.config
     if config.privacy.mode == "paper":
-        return ReshuffledBatches(records, config.batch_size, streams)
-    rows = None
+        return ReshuffledBatches(len(records), config.batch_size, streams)
+    count, rows = population(records, private=plan.private).count, None
     if config.privacy.fixed_work and budget is not None:
         mechanism = budget.plan.mechanism
-        rows = rows_for(records, mechanism.sample_rate, mechanism.overflow)
-    return PoissonBatches(records, config.batch_size, streams, rows, declared=declared)
+        rows = rows_for(count, mechanism.sample_rate, mechanism.overflow)
+    drawn = PoissonBatches(count, config.batch_size, streams, rows, declared=declared)
+    if records.units is None or not plan.private:
+        return drawn
+    return UnitBatches(records.units, config.privacy.records_per_unit, drawn, streams)

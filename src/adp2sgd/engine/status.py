@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Self
 
+from torch import Tensor
+
 from adp2sgd.engine.plan import Plan
 from adp2sgd.exchange.protocol import Tally
 from adp2sgd.files import to_json
@@ -137,13 +139,17 @@ class RunStatus:
     learners: tuple[LearnerStatus, ...]
     curve: tuple[Point, ...] = ()
     notes: tuple[str, ...] = ()
+    monitor: str = "-loss"  # the metric that decides; "-" before it: smaller is better
+    model: Callable[[], Mapping[str, Tensor]] | None = field(default=None, repr=False, compare=False)
+    """θ of the last evaluation under torch's own names; for callbacks alone, and only within their call."""
     written_at: float | None = None  # Unix time at which status.json was written
     left_s: float | None = None  # real time until the target, at the pace of this session
 
     @classmethod
     def of(
         cls, plan: Plan, global_steps: int, seconds: float, learners: Iterable[LearnerStatus], *,
-        clock: str, curve: Iterable[Point], notes: Iterable[str],
+        clock: str, curve: Iterable[Point], notes: Iterable[str], monitor: str,
+        model: Callable[[], Mapping[str, Tensor]] | None,
     ) -> Self:  # fmt: skip
         """The status of a run of `plan`."""
         return cls(
@@ -158,6 +164,8 @@ class RunStatus:
             learners=tuple(learners),
             curve=tuple(curve),
             notes=tuple(notes),
+            monitor=monitor,
+            model=model,
         )
 
     @property
@@ -166,9 +174,18 @@ class RunStatus:
         return self.curve[-1] if self.curve else None
 
     @property
+    def private(self) -> bool:
+        """Whether learners spend a privacy budget."""
+        return any(each.drawn is not None for each in self.learners)
+
+    @property
     def rate(self) -> float:
         """Steps per second of all learners together."""
         return sum(each.rate for each in self.learners)
+
+
+OnStatus = Callable[[RunStatus], None] | Iterable[Callable[[RunStatus], None]] | None
+"""What an engine may be given to call with each status; see `callbacks.py`."""
 
 
 class StatusFile:
@@ -198,7 +215,9 @@ class StatusFile:
         began, steps = self._began
         left = max(0, status.target_steps - status.global_steps)
         pace = (now - began) / (status.global_steps - steps) if status.global_steps > steps else None
-        told = replace(status, curve=(), written_at=time.time(), left_s=None if pace is None else left * pace)
+        told = replace(
+            status, curve=(), model=None, written_at=time.time(), left_s=None if pace is None else left * pace
+        )
         with self._folder.replacing(STATUS, private=True, durable=False) as part:
             part.write_text(to_json(asdict(told)) + "\n", encoding="utf-8")
 

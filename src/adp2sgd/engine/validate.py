@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from adp2sgd import tree
-from adp2sgd.config import Config
+from adp2sgd.config import Config, Privacy
+from adp2sgd.data.records import Records
 from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan
 from adp2sgd.errors import WITHHELD, ConfigError, reason
@@ -18,15 +19,18 @@ from adp2sgd.losses import cross_entropy
 from adp2sgd.metrics import OF_CLASSES
 from adp2sgd.privacy import checks
 from adp2sgd.privacy.budget_checks import check_budget
+from adp2sgd.privacy.mechanism import RECORD
 from adp2sgd.task import Task
 
 
 def validate(plan: Plan, task: Task, model: FlatModel, shards: Sequence[int], *, resumed: bool = False) -> list[str]:
     """Refuse what cannot be trained, or would void the guarantee; returns warnings.
 
-    `shards`: the number of records of each learner that is made here; other sites check their own. A private run that
-    is `resumed` has spent already and is not refused for its held-out records: what fails then is a note in its result.
+    `shards`: how many records, or units, each learner has that is made here; other sites check their own. A private run
+    that is `resumed` has spent already and is not refused for its held-out records: what fails then is a note in its
+    result.
     """
+    _check_finite(task)
     notes = _check_privacy(plan.config, task, model, shards) if plan.private else _cut(plan.config, shards)
     if not (plan.private and resumed):
         check_fit(task, model, private=plan.private)
@@ -74,11 +78,34 @@ def _check_shapes(metric: str, outputs: object, targets: Tensor, all_targets: Te
     known = targets if all_targets is None else all_targets
     if known.is_floating_point() and bool((known != known.round()).any()):
         raise ConfigError(f"targets that are no whole numbers have no {metric}; {fix}, or give labels from 0")
+    if outputs.dim() > 3 and targets.shape == (len(outputs), *outputs.shape[2:]):
+        raise ConfigError(
+            f"outputs of shape {tuple(outputs.shape)} hold classes of pixels, and {metric} reads classes last; {fix}, "
+            'and give it a loss of one number per record: cross_entropy(…, reduction="none").flatten(1).mean(1)'
+        )
     if targets.shape not in (outputs.shape, outputs.shape[:-1]):
         raise ConfigError(
             f"targets of shape {tuple(targets.shape)} are no labels for outputs of shape {tuple(outputs.shape)}; give "
             f"them shape {tuple(outputs.shape[:-1])}, or {fix}"
         )
+
+
+def _check_finite(task: Task) -> None:
+    """Refuse NaN and infinity in records in memory, by their place. No value is told, in any mode."""
+    for name, records in (("training", task.train), ("held-out", task.test)):
+        if isinstance(records, Records):
+            inputs = records.inputs if isinstance(records.inputs, dict) else {"inputs": records.inputs}
+            parts = {key: part for key, part in inputs.items() if isinstance(part, Tensor)}
+            for key, part in {**parts, "targets": records.targets}.items():
+                _refuse_infinite(f"{name} record {{}} (counted from 0): {key}", part)
+
+
+def _refuse_infinite(where: str, values: Tensor) -> None:
+    if not values.is_floating_point() or bool(values.isfinite().all()):
+        return
+    row, *place = (~values.isfinite()).nonzero()[0].tolist()
+    column = f" at position {', '.join(map(str, place))}" if place else ""
+    raise ConfigError(f"{where.format(row)}{column} is NaN or infinite; correct the value or remove the record")
 
 
 def _check_labels(task: Task, classes: int) -> None:
@@ -103,6 +130,42 @@ def _told(task: Task, private: bool) -> Iterator[None]:
         ) from None
 
 
+def _check_units(config: Config, task: Task) -> list[str]:
+    """A note on data whose records may belong to people who have several of them."""
+    if task.train.units is not None:
+        return []
+    each = config.privacy.records_per_unit
+    if each != Privacy.records_per_unit:
+        raise ConfigError(
+            f"privacy.records_per_unit = {each} means nothing for data without units; set options.unit, or remove it"
+        )
+    if task.identifier is None:
+        return []
+    return [
+        f'"{task.identifier}" seems to tell whose a record is, and ε is per record: a person with several records is '
+        f'protected less; set options.unit = "{task.identifier}" to protect each person as a whole'
+    ]
+
+
+def _check_ledger(config: Config) -> list[str]:
+    """Refuse a ledger that could not say whose records were drawn; returns warnings."""
+    privacy = config.privacy
+    if privacy.ledger is None and config.seed is None:
+        return ["the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"]
+    if privacy.ledger is not None and (config.data.partition != "site" or config.seed is not None):
+        raise ConfigError(
+            f'privacy.ledger = "{privacy.ledger}" needs data.partition = "site" and no seed: only then do records stay '
+            "with their site, and noise is spent for good; remove it or change those"
+        )
+    if (
+        privacy.ledger is not None
+        and privacy.dataset is None
+        and (config.task.startswith("<") or ":" in config.task or config.task.partition("/")[0] in ("table", "images"))
+    ):
+        raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
+    return []
+
+
 def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequence[int]) -> list[str]:
     """Refuse what would void the guarantee; returns warnings."""
     privacy, smallest = config.privacy, min(shards)
@@ -118,30 +181,22 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
         epsilon=privacy.epsilon,
         noise_multiplier=privacy.noise_multiplier,
         fitted=task.fitted,
+        unit=RECORD if task.train.units is None else task.train.units.name,
     )
-    if privacy.ledger is None and config.seed is None:
+    warnings += _check_units(config, task)
+    warnings += _check_ledger(config)
+    if config.init_from is not None:
         warnings.append(
-            "the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"
+            f'the run begins with the model of init_from = "{config.init_from}"; if that was trained on the same '
+            "records, only a privacy.ledger that both runs share covers both"
         )
-    if privacy.ledger is not None and (config.data.partition != "site" or config.seed is not None):
-        raise ConfigError(
-            f'privacy.ledger = "{privacy.ledger}" needs data.partition = "site" and no seed: only then do records stay '
-            "with their site, and noise is spent for good; remove it or change those"
-        )
-    if (
-        privacy.ledger is not None
-        and privacy.dataset is None
-        and (config.task.startswith("<") or ":" in config.task or config.task.partition("/")[0] in ("table", "images"))
-    ):
-        raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
     warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
     if privacy.copies > 1 and task.augment is None:
         raise ConfigError(
             f'privacy.copies = {privacy.copies} needs augmentation, and task = "{config.task}" has none; set '
             "options.augment = true where the data are images, or leave copies out"
         )
-    blank, labels = task.train.blank()  # of no record
-    stored, targets = tree.each(lambda part: part.to(model.device), blank), labels.to(model.device)
+    stored, targets = (tree.each(lambda each: each.to(model.device), part) for part in task.train.blank())
     warnings += checks.check_rows(task.prepare, task.augment, stored)
     inputs, expected = task.prepare(stored), config.batch_size
     return warnings + checks.check_model(model.module, task.loss, inputs, targets, expected=expected)

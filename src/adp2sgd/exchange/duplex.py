@@ -125,11 +125,12 @@ class DuplexExchange(Exchange):
         if not self._admits(partner) or self.lost or self.shut:
             self._reply(Busy, request)
             return
+        accepted = self._reply(Accept, request)  # first, so that both sides take their snapshots at the same time
         mine = self.carrier.take()
         self._deals[partner] = Deal(self.learner.steps, mine)
         answer = self._message(Answer, partner, request.initiator, request.number, mine)
         self.under_way[partner] = answer
-        if not (self._reply(Accept, request) and self._send(answer)):
+        if not (accepted and self._send(answer)):
             self._end(partner)
 
     def _continue(self, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""ε of a mechanism: by privacy loss distributions (PLD, what is reported) or by Rényi divergences (RDP, beside it).
+"""ε of a mechanism, by privacy loss distributions (PLD, reported) and by Rényi divergences (RDP, for comparison).
 
 PLD bounds ε from above and from below, RDP from above. Rényi divergences are integrated here because dp-accounting
 drops the orders where its series does not converge (ε of 52.1 instead of 48.9 at rate .08192, noise 1, 3662 steps).
@@ -28,7 +28,7 @@ LEAST_PLD_NOISE = 0.1  # below, densities overflow; nothing is protected there
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """(`epsilon`, `delta`), and the accountant that really answered; `note` says why where it is not the one asked.
+    """(`epsilon`, `delta`), and the accountant that answered; `note` gives the reason if it is not the one asked for.
 
     The true ε lies between `epsilon_lower` and `epsilon`. `epsilon_lower` is 0 where it was not computed.
     """
@@ -92,7 +92,7 @@ def _with_cuts(answer: Callable[[float], Spent], delta: float, overflow: float) 
 
 
 def check_delta(delta: float | None) -> float:
-    """`delta`, or a PrivacyError when it is missing or no probability strictly between 0 and 1."""
+    """`delta`; a PrivacyError if it is missing or not strictly between 0 and 1."""
     if delta is None:
         raise PrivacyError("delta is missing; set it well below 1 over the number of records, such as 1e-5")
     if not 0 < delta < 1:
@@ -117,7 +117,7 @@ def _parts(mechanism: Mechanism, steps: int) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=1024)
 def _by_pld(parts: tuple[Part, ...], delta: float, adjacency: str, tolerance: float) -> Spent:
-    """The loss distribution's ε, or where that is not to be had, or looser, another bound that says so."""
+    """ε by PLD, or another bound where PLD does not apply or is looser; the note then says so."""
     if not parts:
         return Spent(epsilon=0.0, delta=delta, accountant="pld", adjacency=adjacency)
     if all(rate == 1 for _, rate, _ in parts):
@@ -162,7 +162,7 @@ def _by_rdp(parts: tuple[Part, ...], delta: float, lower: float = 0.0, note: str
 
 
 def _orders(noise: float) -> tuple[float, ...]:
-    """Orders that hold the best one for any number of steps; with little noise it lies close to 1."""
+    """Orders that contain the best one for any number of steps. With little noise it lies close to 1."""
     return tuple(1 + np.geomspace(1e-4, 2048, 600) * min(1.0, noise))
 
 
@@ -174,7 +174,7 @@ def _renyi(noise: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.f
     integral of something positive: at small rates nothing cancels. The integrand is analytic as far as π·noise² from
     the real axis, so the trapezoid rule with this step has a relative error of exp(−4π²) or less.
     """
-    if rate == 1 or noise < 0.05:  # so little noise that sampling is not worth counting
+    if rate == 1 or noise < 0.05:  # with so little noise sampling hardly helps
         return np.asarray(orders) / (2 * noise**2)
     step = noise * min(0.5, noise / 2)
     x = np.arange(-12 * noise, max(orders) + 12 * noise + step, step)

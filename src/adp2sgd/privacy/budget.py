@@ -14,7 +14,7 @@ from typing import Any
 from adp2sgd import config
 from adp2sgd.errors import LedgerError, PrivacyError
 from adp2sgd.privacy.ledger import Ledger, Mark, require
-from adp2sgd.privacy.mechanism import THREAT_MODEL, TIMED_THREAT_MODEL, Composed, Guarantee
+from adp2sgd.privacy.mechanism import RECORD, THREAT_MODEL, TIMED_THREAT_MODEL, Composed, Guarantee
 from adp2sgd.privacy.plan import Kept, Plan, plan, read_plan, write_plan
 from adp2sgd.privacy.policy import Policy
 
@@ -51,11 +51,12 @@ class Budget:
         planned_steps: int,
         plan_path: Path,
         seeded: bool,
+        unit: str = RECORD,
     ) -> Budget:
         """Open the ledger at `path`; the run's plan is made at its first start and kept in `plan_path`, with a mark of
-        what the ledger held when the run last began or ended: one that lacks it is refused."""
+        what the ledger held when the run last began or ended. A ledger that lacks it is refused."""
         kept = _kept(path, plan_path) if plan_path.exists() else None
-        ledger = Ledger.open(path, dataset=dataset, site=site, run=str(plan_path.parent.parent.name))
+        ledger = Ledger.open(path, dataset=dataset, site=site, unit=unit, run=str(plan_path.parent.parent.name))
         try:
             if kept is not None:
                 made, fixed = kept.plan, _resumed(kept.plan, ledger, privacy, records, batch_size)
@@ -81,7 +82,7 @@ class Budget:
 
     @classmethod
     def read(cls, path: Path, privacy: config.Privacy, *, plan_path: Path, seeded: bool) -> Budget:
-        """A budget for its figures alone, also while another process has the ledger."""
+        """A budget that only reports figures. Works while another process holds the ledger."""
         kept, ledger = read_plan(plan_path), Ledger.closed(path)
         require(path, kept.mark)
         fixed = kept.plan.resumed(_policy_of(ledger, kept.plan), ledger.spent(), privacy.epsilon)
@@ -107,7 +108,7 @@ class Budget:
         return self.plan.max_steps - self._left - self._ledger.remaining
 
     def draw(self) -> None:
-        """Charge one step, durably, before its gradient is taken and its noise drawn."""
+        """Charge one step durably. Call it before the gradient is computed and the noise is drawn."""
         if self._ledger.remaining:
             self._ledger.draw()
             return
@@ -146,6 +147,7 @@ class Budget:
             composition=policy.composition,
             epsilon_alone=self.plan.alone(),
             epsilon_others=self.plan.spent_after(0).epsilon,
+            unit=self._ledger.unit,
             threat_model=TIMED_THREAT_MODEL if self._timed else THREAT_MODEL,
             note=promised.note,
         )
@@ -169,7 +171,7 @@ class Budget:
 
 
 def _kept(path: Path, plan_path: Path) -> Kept:
-    """The plan of a run that goes on, if the ledger at `path` is the one that it is charged to, with all its steps."""
+    """The plan of a resumed run. The ledger at `path` must be the one that it is charged to, with all its steps."""
     kept = read_plan(plan_path)
     charged = kept.ledger.absolute()
     if charged != path.absolute():
@@ -177,13 +179,13 @@ def _kept(path: Path, plan_path: Path) -> Kept:
         raise LedgerError(f"the run is charged to {charged}, not to {path.absolute()}; {fix}")
     if not path.exists():
         fix = "restore it, or start a new run"
-        raise LedgerError(f"{plan_path} tells of a run whose ledger {path} is gone; {fix}")
+        raise LedgerError(f"{plan_path} belongs to a run whose ledger {path} is gone; {fix}")
     require(path, kept.mark)
     return kept
 
 
 def _resumed(made: Plan, ledger: Ledger, privacy: config.Privacy, records: int, batch_size: int) -> Plan:
-    """The plan of a run that goes on, after what others have spent since."""
+    """The plan of a resumed run, after what other runs have spent meanwhile."""
     planned, rate = made.mechanism.sample_rate, batch_size / records
     if planned != rate:
         raise PrivacyError(
@@ -194,7 +196,7 @@ def _resumed(made: Plan, ledger: Ledger, privacy: config.Privacy, records: int, 
 
 
 def _first_plan(ledger: Ledger, privacy: config.Privacy, size: dict[str, int]) -> Plan:
-    """The plan of a run that begins. While no step was drawn, its own policy replaces one that the ledger may have."""
+    """The plan of a new run. Until the first step is drawn, its policy replaces the ledger's."""
     spent = ledger.spent()
     if not any(count for _, count in spent.parts):
         return plan(privacy, **size)
@@ -212,8 +214,8 @@ def _first_plan(ledger: Ledger, privacy: config.Privacy, size: dict[str, int]) -
 
 
 def _policy_of(ledger: Ledger, made: Plan) -> Policy:
-    """What a run goes on under: the ledger's policy, which another run may have fixed before the first step; or its
-    own, where the ledger has none and holds nothing but this run's steps."""
+    """The policy of a resumed run: the ledger's, which another run may have fixed before the first step. Without one
+    it is the run's own, if the ledger holds nothing but this run's steps."""
     if ledger.policy is not None:
         return ledger.policy
     if any(mechanism != made.mechanism for mechanism, _ in ledger.spent().parts):

@@ -1,11 +1,11 @@
-"""Settings of private mode that cannot give a guarantee: refused before a run starts."""
+"""Refuses settings of private mode that cannot give a guarantee, before a run starts."""
 
 from __future__ import annotations
 
 import math
 
 from adp2sgd.errors import PrivacyError
-from adp2sgd.privacy.mechanism import POISSON
+from adp2sgd.privacy.mechanism import POISSON, RECORD
 
 LEAST_CLIP_NORM = 1e-6  # squares of norms far below it would vanish in float32; adaptive clipping goes down by 1e6
 
@@ -20,8 +20,9 @@ def check_budget(
     noise_multiplier: float | None = None,
     sampler: str = POISSON,
     fitted: str | None = None,
+    unit: str = RECORD,
 ) -> list[str]:
-    """Refuse settings that cannot give a learner with `records` records a guarantee; returns warnings.
+    """Refuse settings that cannot give a learner with `records` records, or units, a guarantee; returns warnings.
 
     `noise_multiplier` is None where it is still to be calibrated for `epsilon`; `fitted` is the task's.
     """
@@ -46,20 +47,20 @@ def check_budget(
         raise PrivacyError(
             f"noise_multiplier = {noise_multiplier} meets no budget; use a positive one such as 1.0, or leave it out"
         )
-    return _check_delta(delta, records)
+    return _check_delta(delta, records, "records" if unit == RECORD else f"units ({unit})")
 
 
-def _check_delta(delta: float | None, records: int) -> list[str]:
+def _check_delta(delta: float | None, records: int, noun: str) -> list[str]:
     limit = 1 / max(records, 1)
     if delta is None:
-        raise PrivacyError(f"delta is missing; set privacy.delta well below 1/{records} records = {limit:.1g}")
+        raise PrivacyError(f"delta is missing; set privacy.delta well below 1/{records} {noun} = {limit:.1g}")
     if not 0 < delta < limit:
         raise PrivacyError(
-            f"delta = {delta:g} must be above 0 and below 1/{records} records = {limit:.2g}, else publishing a whole "
-            f"record could meet it; use {limit / 10:.0e} or less"
+            f"delta = {delta:g} must be above 0 and below 1/{records} {noun} = {limit:.2g}, else publishing a whole "
+            f"{'record' if noun == 'records' else 'unit'} could meet it; use {limit / 10:.0e} or less"
         )
     if delta >= 0.1 * limit:
         return [
-            f"delta = {delta:g} is close to 1/{records} records = {limit:.2g}; {limit / 10:.0e} or less is customary"
+            f"delta = {delta:g} is close to 1/{records} {noun} = {limit:.2g}; {limit / 10:.0e} or less is customary"
         ]
     return []

@@ -1,7 +1,7 @@
 """From a budget to its settings: the least noise for a number of steps, the most steps for a noise. Both by PLD.
 
-Under asynchrony nobody knows beforehand how many steps a learner will take, so a cap on its own steps is fixed before
-training; these are the two ways to find it. Both answers have five digits at most.
+Asynchronous learners do not know beforehand how many steps they will take, so a cap on their own steps is fixed before
+training. These are the two ways to find it. Both answers have at most five digits.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def steps_for(
     before: Composed = NOTHING,
 ) -> int:
     """The most steps after `before` that stay within `epsilon`, rounded down to five digits above 100,000; 0 where not
-    even one does, and `MOST_STEPS` where so many do: nobody takes more.
+    even one does. At most `MOST_STEPS`.
 
     Guarantee: the accountant's ε is at most `epsilon` after that many steps and, below `MOST_STEPS`, above it after one
     more (above 100,000: one more in the fifth digit).
@@ -115,7 +115,7 @@ def _check_target(epsilon: float, delta: float | None) -> None:
 
 
 def _fits(spent: Callable[..., Spent], target: float, value: float) -> bool:
-    """Whether ε is at most `target`; rough bounds decide where they can."""
+    """Whether ε is at most `target`. Rough bounds are tried first."""
     rough = spent(value, **ROUGH)
     if rough.epsilon <= target or rough.epsilon_lower > target:
         return rough.epsilon <= target
@@ -139,7 +139,7 @@ def _last(holds: Callable[[int], bool], near: float) -> int:
 def _crossing(
     spent: Callable[..., Spent], target: float, *, guess: float, low: float, high: float, rising: bool
 ) -> float:
-    """Where the monotone ε meets `target` between `low` and `high`, or the end that is nearest to it.
+    """Where the monotone ε reaches `target` between `low` and `high`, or the nearest end.
 
     Brent's method on rough bounds, then the secant method on fine ones. Both work on logarithms, where ε is nearly
     straight.

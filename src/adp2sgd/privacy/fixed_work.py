@@ -1,4 +1,4 @@
-"""Steps whose work does not depend on the batch that was drawn: how many rows they have, and what that costs of δ.
+"""Steps whose work does not depend on the batch: how many rows they have, and how much of δ that costs.
 
 Every step has M rows. A smaller batch is filled up, a larger one is cut to its first M records. Let `overflow` be at
 least the probability that a batch has more than M records. Steps with and without the cut release the same unless a
@@ -17,12 +17,12 @@ from bisect import bisect_left
 SHARE = 0.01
 """The part of δ that the cut batches of one run may cost."""
 LATER = 10.0
-"""A cut costs e^ε, and later runs on the same data raise ε: so the share above is kept up to this ε at least."""
+"""A cut costs a factor e^ε, and later runs on the same data raise ε. So the share holds up to at least this ε."""
 MOST_EXPONENT = 600.0
 
 
 def cost(epsilon: float, overflow: float) -> float:
-    """What batches that are cut with probability `overflow` in all take of δ, at this ε."""
+    """The part of δ that cut batches cost at this ε, where `overflow` bounds the probability of any cut."""
     return overflow and (1 + math.exp(min(epsilon, MOST_EXPONENT))) * overflow
 
 

@@ -34,7 +34,7 @@ from adp2sgd.privacy.ledger_format import decode as _decode
 from adp2sgd.privacy.ledger_format import encode as _encode
 from adp2sgd.privacy.ledger_format import plain as _plain
 from adp2sgd.privacy.ledger_format import sum_of as _sum_of
-from adp2sgd.privacy.mechanism import Composed, SampledGaussian
+from adp2sgd.privacy.mechanism import RECORD, Composed, SampledGaussian
 from adp2sgd.privacy.policy import Policy, parse
 
 VERSION = 2
@@ -61,6 +61,7 @@ class Account:
     block: int  # the most steps that one line reserves, and what a damaged last line counts as
     sum: str
     size: int  # bytes of the sound lines
+    unit: str = RECORD  # what the steps protect
     token: int = 0
     holder: str = "no process"
     policy: Policy | None = None
@@ -153,15 +154,21 @@ class Ledger:
         self._account = account
 
     @classmethod
-    def open(cls, path: str | Path, *, dataset: str, site: str, run: str = "", block: int = 32) -> Ledger:
+    def open(
+        cls, path: str | Path, *, dataset: str, site: str, unit: str = RECORD, run: str = "", block: int = 32
+    ) -> Ledger:
         """Take the ledger of `site` for the data set of the name `dataset`; made where there is none yet.
+
+        `unit` is what its steps protect. Steps that protect single records say nothing about a patient with several,
+        so a ledger is for one unit.
 
         `block` is for a new file; an existing one keeps its own. Raises LedgerError while another process has it.
         """
         path = Path(path).absolute()
         with _told(path, "opened"):
             if not os.path.lexists(path):
-                header = {"ledger": VERSION, "dataset": dataset, "site": site, "block": block}
+                header: dict[str, Any] = {"ledger": VERSION, "dataset": dataset, "site": site, "block": block}
+                header |= {"unit": unit} if unit != RECORD else {}
                 _create(path, header | {"id": secrets.token_hex(8)})
             descriptor = open_regular(path, os.O_RDWR | os.O_APPEND)
         try:
@@ -172,6 +179,11 @@ class Ledger:
                     raise LedgerError(
                         f'the ledger {path} is for {name} "{there}", not "{here}"; give each its own ledger'
                     )
+            if unit != account.unit:
+                raise LedgerError(
+                    f'the ledger {path} counts what was spent per "{account.unit}", not per "{unit}", and one says '
+                    "nothing of the other; keep to its unit, or use other records"
+                )
             ledger = cls(path, descriptor, account)
             ledger._start(run)
         except BaseException:
@@ -184,6 +196,11 @@ class Ledger:
     def closed(cls, path: str | Path) -> Ledger:
         """One that only tells what is spent: it takes no lock, writes nothing, and allows no draw."""
         return cls(Path(path).absolute(), -1, read(path))
+
+    @property
+    def unit(self) -> str:
+        """What its steps protect: a "record", or a unit of several records."""
+        return self._account.unit
 
     @property
     def block(self) -> int:
@@ -380,4 +397,4 @@ def _read_header(path: str | Path, data: bytes) -> Account:
     if header["ledger"] not in KNOWN:
         raise LedgerError(f"the ledger {path} has version {header['ledger']}; install an adp2sgd that knows it")
     names = {name: header[name] for name in ("dataset", "site", "block")}
-    return Account(**names, sum=_sum_of(line), size=len(line))
+    return Account(**names, unit=header.get("unit", RECORD), sum=_sum_of(line), size=len(line))

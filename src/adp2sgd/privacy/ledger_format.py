@@ -1,4 +1,4 @@
-"""The lines of a ledger: JSON of one width, each with a checksum that covers the line before it."""
+"""The lines of a ledger: JSON padded to one width, each with a checksum that also covers the line before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from adp2sgd.errors import LedgerError
 
 
 def encode(entry: dict[str, Any], previous: str, width: int) -> bytes:
-    """A line of `width` bytes (0: as long as it is) that follows the line with sum `previous`."""
+    """A line of `width` bytes (0: unpadded) that follows the line with checksum `previous`."""
     body = json.dumps(entry, separators=(",", ":"), allow_nan=False)[:-1]
     digest = hashlib.sha256((previous + body).encode()).hexdigest()[:32]
     line = f'{body},"sum":"{digest}"}}'.ljust(width - 1).encode() + b"\n"
@@ -20,7 +20,7 @@ def encode(entry: dict[str, Any], previous: str, width: int) -> bytes:
 
 
 def decode(line: bytes, previous: str, width: int) -> dict[str, Any] | None:
-    """The entry, or None unless the line is to the byte what `encode` writes after the line with sum `previous`."""
+    """The entry; None unless the line is byte for byte what `encode` writes after the line with checksum `previous`."""
     try:
         entry = json.loads(line)
         del entry["sum"]
@@ -35,5 +35,5 @@ def sum_of(line: bytes) -> str:
 
 
 def plain(text: str) -> str:
-    """A name as a line may hold it."""
+    """A name reduced to characters that a line may hold."""
     return "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in text)[:60]

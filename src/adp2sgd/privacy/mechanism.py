@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from adp2sgd.errors import PrivacyError
 
 POISSON = "poisson"
+RECORD = "record"  # the unit of privacy, unless the data name another
 THREAT_MODEL = (
     "any neighbour, even all of them together, even malicious (by weights made to amplify rounding: only with "
     'clipper = "loop"), who sees every model that the learner sends and counts its steps; an observer who measures how '
@@ -88,7 +89,7 @@ Mechanism = SampledGaussian | Composed
 
 
 def with_count(noise_multiplier: float, count_noise: float) -> float:
-    """Noise multiplier of one Gaussian equal to a noised sum and a noised count taken from the same batch.
+    """Noise multiplier of the one Gaussian that a noised sum and a noised count of the same batch amount to.
 
     Adaptive clipping releases both: the sum with `noise_multiplier`, and how many norms lie under the bound (each
     record adds ±1/2) with standard deviation `count_noise`. Accounting them as two events would amplify twice.
@@ -102,11 +103,11 @@ def with_count(noise_multiplier: float, count_noise: float) -> float:
 def beside_count(noise_multiplier: float, count_noise: float) -> float:
     """The sum's own noise multiplier, where sum and count together are one Gaussian of `noise_multiplier`.
 
-    The inverse of `with_count`: what the count tells is paid for by more noise on the sum.
+    The inverse of `with_count`: the count is paid for by more noise on the sum.
     """
     if not 2 * count_noise > noise_multiplier:
         raise PrivacyError(
-            f"count_noise = {count_noise:g} tells more than noise multiplier {noise_multiplier:.4g} allows in all; set "
+            f"count_noise = {count_noise:g} reveals more than noise multiplier {noise_multiplier:.4g} allows; set "
             f"privacy.count_noise above {noise_multiplier / 2:.4g} (at {2 * noise_multiplier:.3g} it costs 3 % more "
             "noise on the sum), or raise batch_size"
         )
@@ -138,7 +139,7 @@ class Guarantee:
     composition: str = "pld"
     epsilon_alone: float | None = None
     epsilon_others: float = 0.0
-    unit: str = "record"
+    unit: str = RECORD
     threat_model: str = THREAT_MODEL
     note: str = ""
     valid_if: str = ""  # what must hold, where this speaks for several learners

@@ -37,15 +37,15 @@ class Plan:
         return self.policy.spent(Composed((*self.before.parts, (self.mechanism, steps))))
 
     def alone(self) -> float:
-        """ε of this run at its cap, were nothing else ever drawn from the data. Its plan is fixed, so PLD applies."""
+        """ε of this run at its cap if nothing else is ever drawn from the data. Its plan is fixed, so PLD applies."""
         own = self.policy
         return epsilon(self.mechanism, self.max_steps, own.delta, "pld", own.adjacency).epsilon
 
     def resumed(self, policy: Policy, spent: Composed, target: float | None) -> Plan:
-        """The plan of a run that starts again on a ledger that has spent `spent`, of which others may have taken some.
+        """The plan of a run that resumes on a ledger that has spent `spent`, partly by other runs.
 
-        Steps of the same mechanism cannot be told from the run's own and count as such. The cap only moves down, but
-        what was taken is reported, beyond the cap too. `target` is the run's own ε, where it has one.
+        Steps of the same mechanism cannot be distinguished from the run's own and count as such. The cap only moves
+        down; steps beyond it are still reported. `target` is the run's own ε, if it has one.
         """
         own = self.mechanism
         earlier = dict(self.before.parts).get(own, 0)
@@ -96,7 +96,7 @@ def plan(
             "raise noise_multiplier or epsilon"
         )
     if count_noise is not None:
-        beside_count(noise, count_noise)  # refuses what cannot be, before anything is written
+        beside_count(noise, count_noise)  # raises an error before anything is written
     return Plan(mechanism=mechanism, max_steps=cap, policy=policy, before=before)
 
 
@@ -117,7 +117,7 @@ def _check_agreement(privacy: config.Privacy, policy: Policy) -> None:
 
 
 def _check_fixed_work(privacy: config.Privacy, policy: Policy) -> None:
-    """Cut batches cost a part of δ, which the policy sets aside before the first step, or does not."""
+    """Refuse fixed work if the policy did not reserve a part of δ for cut batches before the first step."""
     cuts = policy.mechanism.overflow if isinstance(policy, FixedPlan) else policy.overflow
     if privacy.fixed_work and not cuts:
         raise PrivacyError(
@@ -209,7 +209,7 @@ def _capped(privacy: config.Privacy, cap: int, room: int) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a run keeps of its budget: the plan, the ledger that it is charged to, and how far that had come."""
+    """What a run stores of its budget: the plan, the ledger that it is charged to, and the ledger's last known end."""
 
     plan: Plan
     ledger: Path
@@ -226,7 +226,7 @@ def write_plan(path: Path, kept: Kept) -> None:
 
 
 def read_plan(path: Path) -> Kept:
-    """What the run of a learner has kept in `path`."""
+    """What a learner's run has stored in `path`."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         mechanism = SampledGaussian(**raw["mechanism"])
@@ -239,7 +239,7 @@ def read_plan(path: Path) -> Kept:
 
 
 def _earlier(path: Path, raw: dict[str, Any], mechanism: SampledGaussian, before: Composed) -> FixedPlan:
-    """The policy of a run that was begun before there were policies: its plan was fixed before its first step."""
+    """The policy of a run from before ledgers had policies. Its plan was fixed before its first step."""
     if before.parts:
         raise LedgerError(
             f"{path} was made before ledgers had a policy, for a run chosen after others: no bound covers its further "

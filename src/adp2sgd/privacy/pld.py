@@ -86,7 +86,7 @@ def bounds(parts: tuple[Part, ...], delta: float, *, replace: bool, tolerance: f
             return _refined(parts, delta, REPLACE, tolerance, enough=0.0)
         removed = _refined(parts, delta, REMOVE, tolerance, enough=0.0)
         added = _refined(parts, delta, ADD, tolerance, enough=removed.upper)
-        if removed.upper - max(removed.lower, added.lower) > LOOSE * removed.upper:
+        if removed.upper - max(removed.lower, added.lower) > max(LOOSE * removed.upper, 0.005):
             added = _refined(parts, delta, ADD, tolerance, enough=0.0)  # its lower bound may be the larger one
     return Bounds(
         lower=max(removed.lower, added.lower),

@@ -1,9 +1,9 @@
-"""What a ledger promises over all runs on its data set: fixed, and written to it, before the first step is drawn.
+"""What a ledger promises over all runs on its data set. It is fixed and written before the first step is drawn.
 
 The owner sees a run's result before choosing the next run. A bound must therefore hold for mechanisms that were chosen
 because of earlier outputs. Composing loss distributions (PLD) is proved only for mechanisms that are fixed beforehand;
-for a choice of noise after a first result, PLD reports ε = 1.92 where the truth is 2.08
-(tests/privacy/test_policy.py). There are two policies, and both hold whatever the owner does between runs:
+if the noise is chosen after a first result, PLD reports ε = 1.92 where 2.08 is true (tests/privacy/test_policy.py).
+There are two policies. Both hold whatever the owner does between runs:
 
 `FixedPlan`: at most `steps` steps of one mechanism. Every step of every run is dominated by the same pair of
 distributions, whatever its inputs, so PLD applies to all of them together. A run that stops early is post-processing of

@@ -1,8 +1,8 @@
-"""Synthetic batches in which some records are watched: whoever stands beside them must not matter to them.
+"""Synthetic batches for probes: a few watched records among others, whose values must not affect them.
 
-A coupling of records often shows only in the company of values that it is made for: missing ones, marks, outliers,
-records that end early, copies. So every kind of record is watched among crowds of every kind, and alone. Everything is
-drawn here, on the CPU; of the data only dtype and the shape of a row are used.
+A coupling of records often shows only beside particular values: missing ones, marker values, outliers, records that end
+early, duplicates. So every kind of record is watched alone and among others of every kind. All values are drawn here,
+on the CPU. Of the data only the dtype and the shape of a row are used.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from adp2sgd import tree
-from adp2sgd.tree import Inputs
-
-SIZE = 21  # a twentieth of it is a record, and one of it may lie 3 deviations from the mean
-WATCHED = [4, 11, 16, 20]  # most of them late: where places are given in order, some are taken
+SIZE = 21  # large enough that one record can lie 3 standard deviations from the mean
+WATCHED = [4, 11, 16, 20]  # mostly late rows: code that limits a count acts on those
 WIDEST = 2**16  # values of an integer that are tried
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, ArithmeticError, AttributeError)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Random values, of which about a third are `special`, in the first `part` of range and length (integers: 0 or 1
-    unless it is the whole)."""
+    """Random values, about a third of them `special`. Values and lengths use the first `part` of their range (integers
+    are 0 or 1 if it is less than the whole)."""
 
     special: tuple[float, ...] = ()
     part: float = 1.0
@@ -49,7 +46,7 @@ class Rows:
         return FLOATS if self.like.is_floating_point() else INTEGERS
 
     def widened(self, accepts: Callable[[Tensor], object]) -> Rows:
-        """With as many integers as `accepts` takes in a row without an error."""
+        """With the largest range of integers that `accepts` takes without an error."""
         if self.like.is_floating_point() or self.like.dtype == torch.bool:
             return self
 
@@ -84,8 +81,8 @@ class Rows:
         return rows.to(self.like.dtype)
 
     def watched(self, kind: Kind, generator: Generator) -> Tensor:
-        """Rows of a kind. Ordinary ones, in the middle half of their range, are neither the largest nor the least of a
-        crowd; each of the others holds something special."""
+        """Rows of a kind. Ordinary ones lie in the middle half of their range, so they are neither the largest nor the
+        smallest of a batch. Every other row holds a special value."""
         rows = self.draw(kind, len(WATCHED), generator)
         if kind.special:
             rows.view(len(rows), -1)[:, :1] = kind.special[0]
@@ -100,44 +97,3 @@ class Rows:
         if kind != ORDINARY:
             rows[0] = watched[-1]
         return rows
-
-
-@dataclass(frozen=True, eq=False)
-class Trees:
-    """Rows for every tensor of `like`: a tensor, or a dictionary or tuple of tensors. Kinds are numbered, and the first
-    is the ordinary one."""
-
-    like: Inputs
-    parts: tuple[Rows, ...]
-    kinds = range(len(FLOATS))
-
-    @classmethod
-    def of(cls, like: Inputs) -> Trees:
-        blank = tree.each(lambda part: part[:0].cpu(), like)
-        return cls(blank, tuple(Rows(part) for part in tree.tensors(blank)))
-
-    def widened(self, accepts: Callable[[Inputs], object]) -> Trees:
-        """See `Rows.widened`; one tensor after the other."""
-        found = self
-        for at, rows in enumerate(self.parts):
-
-            def alone(values: Tensor, at: int = at, found: Trees = found) -> object:
-                drawn = tree.tensors(found.draw(0, 1, Generator()))
-                given = iter([*drawn[:at], values, *drawn[at + 1 :]])
-                return accepts(tree.each(lambda _: next(given), self.like))
-
-            found = Trees(self.like, (*found.parts[:at], rows.widened(alone), *self.parts[at + 1 :]))
-        return found
-
-    def draw(self, kind: int, count: int, generator: Generator) -> Inputs:
-        return self._each(lambda rows, _: rows.draw(rows.kinds[kind], count, generator), self.like)
-
-    def watched(self, kind: int, generator: Generator) -> Inputs:
-        return self._each(lambda rows, _: rows.watched(rows.kinds[kind], generator), self.like)
-
-    def crowd(self, watched: Inputs, kind: int, generator: Generator) -> Inputs:
-        return self._each(lambda rows, part: rows.crowd(part, rows.kinds[kind], generator), watched)
-
-    def _each(self, function: Callable[[Rows, Tensor], Tensor], given: Inputs) -> Inputs:
-        parts = iter(self.parts)
-        return tree.each(lambda part: function(next(parts), part), given)

@@ -1,4 +1,4 @@
-"""What ledgers say was spent, for a site that asks: of one file, of a folder of them, or of a run."""
+"""What was spent according to one ledger, a folder of ledgers, or a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_POLICY = "no policy was fixed before the first step: ε holds only if nobody 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One ledger: steps that were or may have been drawn, in all runs that it covers, and their ε by its `composition`.
+    """One ledger: the steps that were or may have been drawn in all its runs, and their ε by its `composition`.
 
     `epsilon_limit` is what its policy lets all runs spend. `epsilon_if_fixed` is what the same steps would have spent,
     had all runs been fixed beforehand: the difference is the price of choosing each run after the results before.
@@ -26,6 +26,7 @@ class Row:
 
     dataset: str
     site: str
+    unit: str
     steps: int
     epsilon: float
     epsilon_limit: float | None
@@ -38,8 +39,8 @@ class Row:
 
 
 def spent_in(path: Path, delta: float | None = None, adjacency: str | None = None) -> list[Row]:
-    """Of every learner of the run whose folder `path` is, or of the ledger or folder of ledgers `path`; at the δ and
-    adjacency of the ledger's policy by default. A ledger that is missing or damaged is an error."""
+    """One row per ledger. `path` is a run's folder, a folder of ledgers, or a ledger. δ and adjacency are those of the
+    ledger's policy by default. A missing or damaged ledger is an error."""
     if (path / "config.toml").is_file():
         return _of_run(path, delta, adjacency)
     files = [path] if path.is_file() else [file for file in sorted(path.glob("*.jsonl")) if not _other(file)]
@@ -77,6 +78,7 @@ def _row(ledger: Path, delta: float | None, adjacency: str | None, note: str = "
     return Row(
         dataset=account.dataset,
         site=account.site,
+        unit=account.unit,
         steps=sum(count for _, count in steps.parts),
         epsilon=spent.epsilon,
         epsilon_limit=None if policy is None else policy.epsilon,
@@ -90,7 +92,7 @@ def _row(ledger: Path, delta: float | None, adjacency: str | None, note: str = "
 
 
 def _other(file: Path) -> bool:
-    """Whether this is something else than a ledger; what cannot be read may be a damaged one."""
+    """Whether this is not a ledger. A file that cannot be parsed may be a damaged ledger, so it is not excluded."""
     if not file.is_file():
         return False  # `read` says why
     try:

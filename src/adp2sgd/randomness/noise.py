@@ -1,4 +1,4 @@
-"""Where noise and batch membership come from: a cryptographic keystream that belongs to one learner and one start."""
+"""The source of noise and batch membership: a cryptographic keystream for one learner and one start."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class NoiseSource:
     """AES-256 in counter mode; `fresh()` for privacy, `from_seed()` for research (then `seeded` is true).
 
     Guarantee: two sources from `fresh()` never share output, in whatever process, start or machine they live. A source
-    cannot be pickled, copied or used after a fork, so no draw is ever repeated. What it cannot detect is a restored
-    snapshot of the whole machine: start the learner anew after one.
-    Normals are 64-bit floating point, not an exact discrete Gaussian. `add_normal` narrows what the least significant
-    bits could betray (Mironov 2012), but that is no proof: ε is that of real-valued noise.
-    For one thread at a time.
+    cannot be pickled, copied or used after a fork, so no draw is repeated. It cannot detect a restored snapshot of the
+    whole machine: restart the learner after one.
+    Normals are 64-bit floating point, not an exact discrete Gaussian. `add_normal` reduces what the least significant
+    bits can reveal (Mironov 2012), but this is not a proof: ε is that of real-valued noise.
+    Not thread-safe.
     """
 
     def __init__(self, key: bytes, origin: str, *, seeded: bool) -> None:
@@ -55,18 +55,18 @@ class NoiseSource:
 
     @classmethod
     def fresh(cls) -> NoiseSource:
-        """Keyed with 256 bits of the operating system's entropy, which are kept nowhere else."""
+        """Keyed with 256 bits of the operating system's entropy, which are stored nowhere else."""
         return cls(secrets.token_bytes(32), "operating-system entropy", seeded=False)
 
     @classmethod
     def from_seed(cls, seed: int, learner: int | str, purpose: str) -> NoiseSource:
-        """The same draws for the same three values. For research: ε then describes the mechanism, not this run."""
+        """The same draws for the same three values. For research only: ε then describes the mechanism, not this run."""
         label = json.dumps(["adp2sgd noise, version 1", seed, learner, purpose])
         return cls(hashlib.sha256(label.encode()).digest(), f"fixed seed {seed} (research only)", seeded=True)
 
     @property
     def name(self) -> str:
-        """What the result prints: the generator of the normals drawn until now; never the key."""
+        """The generator of the normals drawn so far, as the result prints it. Never contains the key."""
         return self.name_on(next(iter(self._device_generators), "cpu"))
 
     def name_on(self, device: torch.device | str) -> str:
@@ -91,9 +91,9 @@ class NoiseSource:
         The noisy values over `divisor` go to `out`, by default in place.
 
         The sum is taken in float64 and rounded once, onto multiples of a power of two near scale / 2^16. That grid is
-        the same for every input, and about 2^36 noise values lead to each of its points, so a released value does not
-        show by its last bits which inputs can have given it. Rounding a noisy sum is post-processing: it costs no
-        privacy, and its error is below 2^-16 of the noise.
+        the same for every input, and about 2^36 noise values lead to each of its points, so the last bits of a released
+        value do not show which inputs are possible. Rounding a noisy sum is post-processing and costs no privacy. Its
+        error is below 2^-16 of the noise.
         """
         if not 0 < scale < math.inf:
             raise PrivacyError(
@@ -121,6 +121,10 @@ class NoiseSource:
         threshold = int(rate * 2.0**64) - 2**63  # exact: a float times a power of two
         return self._words(n) < threshold
 
+    def below(self, limits: Tensor) -> Tensor:
+        """For each of the positive `limits` a whole number from 0 to limit − 1, uniform to within limit · 2^-64."""
+        return torch.remainder(self._words(len(limits)), limits)
+
     def permutation(self, n: int) -> Tensor:
         """A uniform order of 0 … n-1, for the reshuffled batches of paper mode."""
         return torch.argsort(self._words(n))  # two equal 64-bit keys have probability n²/2^65
@@ -130,8 +134,8 @@ class NoiseSource:
         return Generator(device).manual_seed(int(self._words(1).item()))
 
     def seed_layers(self, device: torch.device) -> None:
-        """Start torch's own generator anew, which layers that draw (dropout) take from: as it is, learners of one
-        program share its state, and on a GPU it has a public seed."""
+        """Reseed torch's own generator, which layers such as dropout draw from. By default learners of one process
+        share its state, and on a GPU its seed is public."""
         torch.default_generator.manual_seed(int(self._words(1).item()))
         if device.type == "cuda":
             with torch.cuda.device(device):
@@ -160,7 +164,7 @@ class NoiseSource:
             return
         if out.device not in self._device_generators:
             self._device_generators[out.device] = self.torch_generator(out.device)
-        self._next_bytes(memoryview(bytearray(SPARE)))  # takes nothing, but refuses a forked copy
+        self._next_bytes(memoryview(bytearray(SPARE)))  # draws nothing, but raises an error in a forked copy
         out.normal_(generator=self._device_generators[out.device])
 
     def _box_muller(self, out: Tensor, scratch: _Scratch) -> None:
@@ -186,7 +190,7 @@ class NoiseSource:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Two threads gain nothing on pieces this small, and cost tenfold where the cores are busy."""
+    """On pieces this small two threads are not faster, and ten times slower where the cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -196,7 +200,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Scratch:
-    """Temporaries of one call, used again for each piece: fresh memory for each would triple the time."""
+    """Temporaries of one call, reused for each piece: new memory for each would triple the time."""
 
     def __init__(self, like: Tensor) -> None:
         on_cpu = like.device.type == "cpu"

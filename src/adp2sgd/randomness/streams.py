@@ -8,8 +8,8 @@ from adp2sgd.randomness.noise import NoiseSource
 class Streams:
     """`streams(purpose, number)` is the stream for one purpose at one of the learner's own steps (or epochs).
 
-    Unseeded, all come from one keystream with the operating system's entropy, and nothing ever repeats.
-    Seeded (research only), each is a function of seed, learner, purpose and number, so that a run can be resumed
+    Without a seed, all use one keystream with the operating system's entropy, and no draw repeats.
+    With a seed (research only), each is a function of seed, learner, purpose and number, so that a run can be resumed
     at any step without storing a generator's state.
     """
 

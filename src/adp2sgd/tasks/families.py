@@ -15,7 +15,7 @@ from adp2sgd.data import cifar10, heart, idx, images, kaldi, table
 from adp2sgd.data.augment import crop_and_flip
 from adp2sgd.data.folder import Source
 from adp2sgd.data.records import Records
-from adp2sgd.errors import ConfigError
+from adp2sgd.errors import ConfigError, did_you_mean
 from adp2sgd.losses import cross_entropy
 from adp2sgd.task import Task
 from adp2sgd.tasks.options import builder, check_model, converted
@@ -67,7 +67,8 @@ def from_files(
     known = [*(key for key in builds if key not in FROM_DATA), *loads, "only", "limit", "augment"]
     for key in options:
         if key not in known:
-            raise ConfigError(f'options.{key} is unknown to task "{name}/{model}"; it takes: {", ".join(known)}')
+            told = f'options.{key} is unknown to task "{name}/{model}"{did_you_mean(key, known)}'
+            raise ConfigError(f"{told}; it takes: {', '.join(known)}")
     source = _load(name, family, {key: options.pop(key) for key in loads.keys() & options.keys()})
     if augment and source.train.inputs.dim() != 4:
         raise ConfigError(f'options.augment = true is for images, and task = "{name}" has none; remove it')
@@ -80,6 +81,8 @@ def from_files(
         prepare=source.prepare,
         augment=crop_and_flip if (family.augment if augment is None else augment) else None,
         fitted=source.fitted,
+        encoder=source.encoder,
+        identifier=source.identifier,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adp2sgd.config import Config, FromFile
-from adp2sgd.errors import WITHHELD, Adp2sgdError, ConfigError, reason, tellable
+from adp2sgd.errors import WITHHELD, Adp2sgdError, ConfigError, did_you_mean, reason, tellable
 from adp2sgd.task import Task
 from adp2sgd.tasks.families import FAMILIES, from_files
 from adp2sgd.tasks.generated import blobs, digits, quadratic
@@ -77,7 +77,10 @@ def _refusal(name: str, error: Exception, *, own: bool, private: bool) -> Config
 def _built_in(name: str) -> tuple[Callable[..., Task], dict[str, Any]]:
     family, slash, model = name.partition("/")
     if family not in TASKS:
-        raise ConfigError(f'task = "{name}" is unknown; use one of: {", ".join(TASKS)}, or "package.module:function"')
+        meant = did_you_mean(family, TASKS)
+        raise ConfigError(
+            f'task = "{name}" is unknown{meant}; use one of: {", ".join(TASKS)}, or "package.module:function"'
+        )
     return TASKS[family], {"model": model} if slash else {}
 
 
@@ -100,6 +103,9 @@ def _own(name: str) -> Callable[..., Task]:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(f'task = "{name}": no module named {error.name}; check the name and PYTHONPATH') from None
+    except SyntaxError as error:
+        place = f"{Path(error.filename or module).name}, line {error.lineno}"
+        raise ConfigError(f'task = "{name}": {place} is not valid Python ({error.msg}); correct it') from None
     if not hasattr(loaded, attribute):
         raise ConfigError(f'task = "{name}": module {module} has no function {attribute}')
     function: Callable[..., Task] = getattr(loaded, attribute)
@@ -123,7 +129,10 @@ def _check_options(name: str, function: Callable[..., Task], arguments: Mapping[
         return  # what is left goes to the model's constructor, which checks it
     for key in arguments:
         if key not in parameters:
-            raise ConfigError(f'options.{key} is unknown to task "{name}"; it takes: {", ".join(parameters) or "none"}')
+            meant = did_you_mean(key, parameters)
+            raise ConfigError(
+                f'options.{key} is unknown to task "{name}"{meant}; it takes: {", ".join(parameters) or "none"}'
+            )
     for key, parameter in parameters.items():
         named = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if named and parameter.default is parameter.empty and key not in arguments:

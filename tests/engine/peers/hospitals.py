@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
+from safetensors.torch import load_file
 
 from adp2sgd.data.made_hospitals import PATIENTS, write_patients
 from adp2sgd.engine.status import RunStatus, read_status
 from adp2sgd.identity.authority import Authority
 from adp2sgd.run_folder import Folder, Run, read_result
+from proxy import Proxy
 
 NAMES = ("cleveland", "hungarian", "switzerland", "va")
 
@@ -63,13 +66,20 @@ class Nursery:
 class Hospitals:
     """`start`, `kill` and `wait` act on sites by name; results and statuses come from their folders."""
 
-    def __init__(self, root: Path, nursery: Nursery, data: Path, *, names: tuple[str, ...] = NAMES, **run: Any) -> None:
-        """`run`: tables of run.toml that replace or add to those of `_run`."""
+    def __init__(
+        self, root: Path, nursery: Nursery, data: Path, *, names: tuple[str, ...] = NAMES,
+        proxied: str | None = None, outward: tuple[str, ...] = (), **run: Any,
+    ) -> None:  # fmt: skip
+        """`proxied`: others reach this site through `proxy` alone. `outward`: sites that nobody dials. `run`: tables of
+        run.toml that replace or add to those of `write_run`."""
         self.root, self.names, self.nursery = root, names, nursery
         self.authority = Authority.create(root / "consortium", "Heart")
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.proxy = None if proxied is None else Proxy(("127.0.0.1", self.ports[proxied]))
         for name in names:
-            self.authority.issue(name, days=30, addresses=(f"127.0.0.1:{self.ports[name]}",))
+            port = self.proxy.address[1] if self.proxy is not None and name == proxied else self.ports[name]
+            address = (f"127.0.0.1:{port}",)
+            self.authority.issue(name, days=30, addresses=address, outward=name in outward)
             self.write_site(name, data)
         self.run_file = root / "run.toml"
         self.write_run(**run)
@@ -115,7 +125,7 @@ class Hospitals:
         found: dict[str, int] = self.nursery.ask(do="reap")["codes"]
         return found
 
-    def wait(self, *names: str, timeout_s: float = 90.0) -> None:
+    def wait(self, *names: str, timeout_s: float = 150.0) -> None:
         """Until these sites have ended well."""
         names = names or self.names
         until(lambda: all(name in self.codes() for name in names), timeout_s, self.told)
@@ -154,6 +164,19 @@ class Hospitals:
             return False
         return status.learners[self.names.index(other)].state == "linked"
 
+    def apart(self) -> float:
+        """The largest distance of two sites' models, relative to the first one's norm."""
+        found = [load_file(self.folder(name) / "model/weights.safetensors") for name in self.names]
+        vectors = [torch.cat([each.flatten() for each in model.values()]) for model in found]
+        most = max(float(torch.linalg.vector_norm(one - other)) for one in vectors for other in vectors)
+        return most / float(torch.linalg.vector_norm(vectors[0]))
+
+    def rate(self, name: str) -> float:
+        """Steps per second of a site that was started once, from its first step to its last."""
+        path = self.folder(name) / f"learner-{self.names.index(name)}" / "events.jsonl"
+        seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]
+        return (len(seconds) - 1) / (seconds[-1] - seconds[0])
+
     def result(self, name: str) -> Run:
         return read_result(self.folder(name))
 
@@ -176,11 +199,17 @@ def fixture_made_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fixture_hospitals(tmp_path: Path, made_data: Path) -> Iterator[Callable[..., Hospitals]]:
     """Makes a consortium; whatever is still running is killed after the test."""
     nursery = Nursery()
+    proxies = []
 
     def make(folder: str = "", **run: Any) -> Hospitals:
         root = tmp_path / folder
         root.mkdir(exist_ok=True)
-        return Hospitals(root, nursery, run.pop("data", made_data), **run)
+        made = Hospitals(root, nursery, run.pop("data", made_data), **run)
+        proxies.append(made.proxy)
+        return made
 
     yield make
     nursery.close()
+    for proxy in proxies:
+        if proxy is not None:
+            proxy.close()

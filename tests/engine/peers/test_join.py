@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from hospitals import NAMES, Hospitals, fixture_hospitals, fixture_made_data, until  # noqa: F401
-from safetensors.torch import load_file
 
 from adp2sgd.privacy.ledger import read as read_ledger
 from conftest import adp2sgd
@@ -19,18 +17,11 @@ DECLARED = {"cleveland": 227, "hungarian": 220, "switzerland": 92, "va": 150}
 PRIVATE = {"mode": "private", "epsilon": 3.0, "delta": 1e-4}
 
 
-def models(hospitals: Hospitals) -> list[torch.Tensor]:
-    found = [load_file(hospitals.folder(name) / "model.safetensors") for name in hospitals.names]
-    return [torch.cat([each.flatten() for each in model.values()]) for model in found]
-
-
 def test_four_sites_end_with_one_model_and_a_result_each(hospitals: Callable[..., Hospitals], tmp_path: Path) -> None:
     made = hospitals()
     made.start()
     made.wait()
-    one, *others = models(made)
-    for other in others:
-        assert float(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(one)) < 3e-3
+    assert made.apart() < 3e-3
     for number, name in enumerate(NAMES):
         run = made.result(name)
         assert run.accuracy is not None
@@ -54,15 +45,15 @@ def test_private_sites_killed_at_any_instant_go_on_and_no_privacy_is_undercounte
     hospitals: Callable[..., Hospitals],
 ) -> None:
     """Every site is killed −9 in turn and started by the same command."""
-    made = hospitals(privacy=PRIVATE, speeds={"step_s": 0.05, "pad": True}, epochs=12)
+    made = hospitals(privacy=PRIVATE, speeds={"step_s": 0.05, "pad": True}, epochs=40)
     made.start()
     for name in NAMES:
         before = made.steps(name)
-        until(lambda name=name, before=before: made.steps(name) >= before + 5, 60, made.told)
+        until(lambda name=name, before=before: made.steps(name) >= before + 5, 150, made.told)
         made.kill(name)
         until(lambda name=name: name in made.codes(), 10)
         made.start(name)
-        until(lambda name=name: made.state(name) in ("training", "averaging", "settling", "ended"), 60, made.told)
+        until(lambda name=name: made.state(name) in ("training", "averaging", "settling", "ended"), 150, made.told)
     made.wait()
     for number, name in enumerate(NAMES):
         run, folder = made.result(name), made.folder(name)
@@ -75,13 +66,12 @@ def test_private_sites_killed_at_any_instant_go_on_and_no_privacy_is_undercounte
         taken = len((folder / f"learner-{number}" / "events.jsonl").read_text().splitlines())  # less what a kill lost
         assert max(own.steps, taken) <= counted <= min(plan["max_steps"], taken + 2 * account.block + 40)
         assert not any("nobody gave it a model" in note for note in run.notes)
-        assert run.guarantee["epsilon"] <= 3.0
-        assert run.guarantee["epsilon_spent"] == pytest.approx(account.policy.spent(account.spent()).epsilon)
-        assert run.guarantee["steps"] == counted
+        assert run.guarantee is not None
+        assert run.guarantee.epsilon <= 3.0
+        assert run.guarantee.epsilon_spent == pytest.approx(account.policy.spent(account.spent()).epsilon)
+        assert run.guarantee.steps == counted
         assert not list(folder.rglob("*.lock"))
-    one, *others = models(made)
-    for other in others:
-        assert float(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(one)) < 3e-3
+    assert made.apart() < 3e-3
 
 
 def test_a_site_alone_trains_on_and_names_those_that_never_came(hospitals: Callable[..., Hospitals]) -> None:

@@ -134,7 +134,7 @@ def assert_whole(run: Run, folder: Path) -> None:
     settings = Folder.open(folder).settings
     task = resolve(str(settings.task), settings.options)
     module = task.model()
-    module.load_state_dict(load_file(folder / "model.safetensors"))
+    module.load_state_dict(load_file(folder / "model/weights.safetensors"))
     losses = task.loss(module.eval()(task.prepare(task.test.inputs)), task.test.targets)
     assert float(losses.detach().mean()) == pytest.approx(run.loss, rel=1e-5)
 
@@ -206,7 +206,7 @@ def test_private_learners_show_their_weights_alone(algorithm: str, tmp_path: Pat
 def test_a_task_that_fails_in_passing_costs_the_points_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory\nin many lines")
 
     monkeypatch.setattr("adp2sgd.engine.processes.observer.evaluate", fails)
@@ -271,7 +271,7 @@ def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) 
     assert real.keys() == simulated.keys()
     assert all(torch.equal(real[part], simulated[part]) for part in real)
     assert sum(part.startswith("optimizer.") for part in real) == (1 if algorithm == "sync" else 5)
-    models = [load_file(tmp_path / engine / "model.safetensors") for engine in ("real", "simulated")]
+    models = [load_file(tmp_path / engine / "model/weights.safetensors") for engine in ("real", "simulated")]
     assert all(torch.equal(models[0][part], models[1][part]) for part in models[0])
 
 
@@ -338,7 +338,8 @@ def test_the_background_thread_writes_the_snapshot_and_survives_a_look_that_fail
     monkeypatch.setattr("adp2sgd.engine.background.evaluate", fail)
     (tmp_path / "run").mkdir()
     folder = Folder(tmp_path / "run")
-    site = SimpleNamespace(task=learner.sampler.task, plan=SimpleNamespace(seed=0, private=False))
+    plan = SimpleNamespace(seed=0, private=False, config=Config())
+    site = SimpleNamespace(task=learner.sampler.task, plan=plan)
     counts = {(0, 0): Count(7)}
     compute = SimpleNamespace(device="cpu")
     background = Background(

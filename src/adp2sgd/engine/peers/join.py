@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from adp2sgd.config import Config, SiteFile, at_site, load_run, load_site, naming
+from adp2sgd.data.units import population
 from adp2sgd.device import keep_large_blocks
 from adp2sgd.engine.compute import Compute, pick_device
 from adp2sgd.engine.interrupt import Interrupt
@@ -20,6 +21,7 @@ from adp2sgd.engine.plan import make_plan
 from adp2sgd.engine.setup import beginning
 from adp2sgd.engine.site import Site
 from adp2sgd.engine.status import RunStatus, StatusFile
+from adp2sgd.engine.threads import suited_threads
 from adp2sgd.engine.validate import validate
 from adp2sgd.errors import ConfigError, InterruptedRunError, callback, telling_no_values
 from adp2sgd.flat import FlatModel
@@ -93,16 +95,18 @@ def _prepare(
     total = own.consortium.total_samples
     assert total is not None  # `load_run` asks for it
     plan = make_plan(own, total_samples=total, seed=own.consortium.init_seed or 0)
-    compute = Compute(plan, task, pick_device(own.device), largest_shard=len(task.train))
+    compute = Compute(plan, task, pick_device(own.device), largest_shard=population(task.train, private=private).count)
     if own.consortium.weights is not None:
         _load_weights(compute.model, beside / own.consortium.weights, own.consortium.weights_sha256)
     facts = model_facts(compute.model)
-    notes = validate(plan, task, compute.model, _sizes(task, site), resumed=resumed)
+    with suited_threads(len(compute.model.weights), own.batch_size):
+        notes = validate(plan, task, compute.model, _sizes(task, site), resumed=resumed)
     return Stage(plan, task, compute, names, tuple(notes)), facts
 
 
 def _sizes(task: Task, site: SiteFile) -> list[int]:
-    return [len(task.train), *([] if site.records is None else [site.records])]
+    own = population(task.train, private=site.records is not None).count
+    return [own, *([] if site.records is None else [site.records])]
 
 
 def _load_weights(model: FlatModel, path: Path, digest: str | None) -> None:

@@ -161,10 +161,9 @@ class SiteWorker(Worker):
         self.exchange.lost = False
 
     def _copy_from_somebody(self) -> bool:
-        """Neighbours may be busy, or not be there yet; those that come back themselves have no model to give."""
+        """Neighbours may be busy, and those that come back themselves have no model to give."""
         end = time.monotonic() + COPY_S
-        while time.monotonic() < end and not self.control.over.wait(0.02):
-            linked = self.linked
+        while (linked := self.linked) and time.monotonic() < end and not self.control.over.wait(0.02):
             random.shuffle(linked)
             if any(self.exchanges.fetch(other) for other in linked):
                 return True

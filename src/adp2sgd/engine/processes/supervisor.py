@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +27,14 @@ from adp2sgd.engine.processes.seat import Seat
 from adp2sgd.engine.setup import Setup
 from adp2sgd.engine.spending import Spending
 from adp2sgd.engine.status import Counters, LearnerStatus, RunStatus
-from adp2sgd.errors import DivergedError, PrivacyError, RunError
+from adp2sgd.errors import DivergedError, PrivacyError, RunError, StopRun
 from adp2sgd.exchange.shared import Post, make_mail
 from adp2sgd.exchange.slots import LOOK, Layout, Memory
 from adp2sgd.files import to_json
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.progress import Key
-from adp2sgd.run_folder import Folder
+from adp2sgd.run_folder import SESSION, Folder
 
-SESSION = "session.json"  # what `--resume` needs beside the learners' checkpoints
 TICK_S = 0.05
 ERRORS: dict[str, type[Exception]] = {"DivergedError": DivergedError, "PrivacyError": PrivacyError}
 
@@ -75,6 +75,7 @@ class Supervisor:
         self.notes: list[str] = []
         self.states: dict[int, Tensor] = {}  # of the learners that ended well
         self.interrupted = False
+        self.stopped: str | None = None  # why a callback has ended the run
         self._spending = Spending(plans)
         self.patience = patience or Patience()
         self._server = server
@@ -106,7 +107,7 @@ class Supervisor:
 
     @property
     def _in_step(self) -> bool:
-        """SYNC: then rounds since the last checkpoints are undone when a run ends early, and taken again."""
+        """Whether the run is SYNC. Its rounds since the last checkpoint are repeated after an early end."""
         return self.setup.plan.config.algorithm == "sync"
 
     def steps(self, seat: Seat) -> int:
@@ -156,7 +157,8 @@ class Supervisor:
     def status(self) -> RunStatus:
         return RunStatus.of(
             self.setup.plan, self.global_steps, self.seconds, map(self._learner_status, self.seats),
-            clock="real", curve=self.curve, notes=self.notes,
+            clock="real", curve=self.curve, notes=self.notes, monitor=self.setup.task.monitor,
+            model=None if self._observer.theta is None else partial(self.setup.compute.named, self._observer.theta),
         )  # fmt: skip
 
     def _learner_status(self, seat: Seat) -> LearnerStatus:
@@ -173,7 +175,7 @@ class Supervisor:
         inherit a dataset that is read by index, and each the numbers of its own site's records."""
         setup = self.setup
         nothing = setup.task.train.take(torch.empty(0, dtype=torch.int64))
-        largest = max(map(len, setup.shards))
+        largest = max(each.count for each in setup.populations)
         task = pack((setup.plan, replace(setup.task, train=nothing)))
         sites = (setup.site(seat.learner) for seat in self.seats)
         return task, [pack((site.name, detached(site.task.train), largest)) for site in sites]
@@ -204,7 +206,17 @@ class Supervisor:
         if self._going_at is not None and self._over_at is None:
             self._observer.note(self.global_steps)
         self._spending.drawn = [seat.status.drawn for seat in self.seats]
-        self._on_status(self.status)
+        self._tell_callbacks()
+
+    def _tell_callbacks(self) -> None:
+        """A run that a callback stops ends once it has begun: before that there is no model."""
+        if self.stopped is None:
+            try:
+                self._on_status(self.status)
+            except StopRun as stop:
+                self.stopped = str(stop) or "no reason given"
+        if self.stopped is not None and self._going_at is not None and self._over_at is None:
+            self._end(cut_short=True)
 
     # ------------------------------------------------------------ listening
 
@@ -235,7 +247,7 @@ class Supervisor:
             self._bury(seat, report["code"])
 
     def _bury(self, seat: Seat, code: int) -> None:
-        """A learner's process has ended: as it should, or not."""
+        """Handle the end of a learner's process, expected or not."""
         for _, data in self._post.receive():  # its last words may still wait
             self._hear(json.loads(data))
         if code == 0 and seat.status.state != "ended":
@@ -311,7 +323,7 @@ class Supervisor:
         self._server.spawn(order)
 
     def _watch(self) -> None:
-        """Kill what has not been heard of for too long; its end is then learned like any other."""
+        """Kill learners that have not reported for too long. Their end is then handled like any other."""
         now = time.monotonic()
         for seat in self.seats:
             reports = seat.fate == "running" and self._over_at is None  # afterwards it may write a large checkpoint

@@ -6,28 +6,37 @@ import json
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine import extension
 from adp2sgd.engine.budgets import open_budget, read_budget
-from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.processes.forkserver import ForkServer
 from adp2sgd.engine.processes.seat import Seat
-from adp2sgd.engine.processes.supervisor import SESSION, Patience, Supervisor
+from adp2sgd.engine.processes.supervisor import Patience, Supervisor
 from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
-from adp2sgd.engine.status import RunStatus, StatusFile
+from adp2sgd.engine.status import OnStatus, RunStatus, StatusFile
 from adp2sgd.engine.theta import Mean, mean_of
-from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, callback, telling_no_values
+from adp2sgd.errors import (
+    ConfigError,
+    InterruptedRunError,
+    LedgerError,
+    RunError,
+    callback,
+    showing_users_code,
+    telling_no_values,
+)
 from adp2sgd.exchange.shared import require_linux
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.randomness.streams import Streams
-from adp2sgd.run_folder import Folder, LearnerResult, Run
+from adp2sgd.run_folder import SCRATCH, SESSION, Folder, LearnerResult, Run
 from adp2sgd.task import Task
 from adp2sgd.tasks import named
 
@@ -36,13 +45,14 @@ MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 
 @dataclass(frozen=True, eq=False)
 class Account:
-    """A learner after its end: its ledger has the last word on what was spent."""
+    """What a result needs of a learner after its end. What was spent is read from its ledger."""
 
     number: int
     budget: Budget | None
     noise_source: str
 
 
+@showing_users_code
 def train(
     config: Config,
     folder: str | Path | None = None,
@@ -50,10 +60,11 @@ def train(
     task: Task | None = None,
     resume: bool = False,
     exchange: bool = True,
-    on_status: Callable[[RunStatus], None] | None = None,
+    on_status: OnStatus = None,
     patience: Patience | None = None,
 ) -> Run:
-    """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
+    """Run `config` in real time, one process per learner. `folder` keeps all files of the run; without it
+    nothing is left behind.
 
     `task` is the task itself, instead of the one that `config.task` names.
 
@@ -64,12 +75,11 @@ def train(
     if config.learners > MOST_LEARNERS:
         raise ConfigError(f"learners = {config.learners} is too many for train ({MOST_LEARNERS} at most); use simulate")
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
+        with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch, telling_that_nothing_is_kept():
             given: dict[str, Any] = {"exchange": exchange, "on_status": on_status, "patience": patience}
             return replace(train(config, Path(scratch) / "run", task=task, **given), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
-        on_status = callback(on_status or (lambda _: None))
-        return _train(named(config, task), task, folder, resume, exchange, on_status, patience)
+        return _train(named(config, task), task, folder, resume, exchange, callback(on_status), patience)
 
 
 def _train(
@@ -81,14 +91,14 @@ def _train(
     on_status: Callable[[RunStatus], None],
     patience: Patience | None,
 ) -> Run:
-    kept = _read_session(Folder.open(folder)) if resume else {}
+    kept = _read_session(Folder.open(folder), config) if resume else {}
     setup = prepare(
         config, task, kept.get("seed"), resumed=resume
     )  # before the folder: a wrong task leaves nothing behind
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     with home.held(), closing(setup):
         if resume:
-            _read_session(home)  # it may have ended since
+            _read_session(home, config)  # it may have ended since
         with closing(ForkServer()) as server:
             with beginning(home, fresh=not resume):
                 plans = _plan(setup, home)
@@ -96,7 +106,7 @@ def _train(
                 setup,
                 home,
                 server,
-                mode="resume" if resume else "fresh",
+                mode="resume" if kept else "fresh",
                 seats=[Seat.resumed(seat) for seat in kept.get("seats", ())],
                 elapsed_s=kept.get("seconds", 0.0),
                 exchange=exchange,
@@ -120,23 +130,41 @@ def _plan(setup: Setup, home: Folder) -> list[Plan]:
         return []
     plans = []
     for learner in range(setup.plan.config.learners):
-        name, records = setup.site_names[learner], len(setup.shards[learner])
-        with closing(open_budget(setup.plan, learner, name, records, home.learner(learner))) as budget:
+        name, own = setup.site_names[learner], setup.populations[learner]
+        with closing(open_budget(setup.plan, learner, name, own, home.learner(learner))) as budget:
             plans.append(budget.plan)
     return plans
 
 
-def _read_session(home: Folder) -> dict[str, Any]:
+def _read_session(home: Folder, config: Config) -> dict[str, Any]:
+    """What an unfinished run has left, or a finished one that `config` extends; empty if no learner had started."""
+    if (before := extension.earlier(home, config, SESSION)) is not None:
+        return _session_after(before, home)
     if (home.path / "result.json").exists():
         raise RunError(f"{home.path} holds a finished run; its result is in result.json")
+    if home.unstarted:
+        return {}
     try:
         kept: dict[str, Any] = json.loads((home.path / SESSION).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise RunError(
-            f"{home.path} holds no run of `train` to go on with; if it is one of `simulate`, resume it with that, "
+            f"{home.path} holds no run of `train` to continue; if it is one of `simulate`, resume it with that, "
             "else start it with another --out"
         ) from None
     return kept
+
+
+def _session_after(before: Run, home: Folder) -> dict[str, Any]:
+    """The earlier run's end as a session."""
+    seats = []
+    for each in before.learners:
+        saved = learner_checkpoint.load(home, each.learner)
+        start = 0 if saved is None else saved.facts.get("start", 0)
+        counters = asdict(extension.counters_of(each))
+        seats.append(
+            {"learner": each.learner, "start": start, "restarts": each.restarts, "died": 0, "counters": counters}
+        )
+    return {"seed": extension.seed_of(home), "seconds": before.seconds, "seats": seats}
 
 
 def _result(supervisor: Supervisor, home: Folder) -> Run:
@@ -166,7 +194,10 @@ def _evaluated(supervisor: Supervisor, home: Folder, mean: Mean) -> Run:
     steps = sum(each.steps for each in results)
     point = setup.point(steps, supervisor.seconds, setup.held_out.figures(theta), mean)
     curve = (*(each for each in supervisor.curve if each.global_steps < steps), point)
-    run = finish(setup, accounts, results, curve, theta=theta, clock="real", folder=str(home.path))
+    run = finish(
+        setup, accounts, results, curve,
+        theta=theta, clock="real", folder=str(home.path), stopped=supervisor.stopped,
+    )  # fmt: skip
     return replace(run, notes=(*run.notes, *_told(supervisor)))
 
 

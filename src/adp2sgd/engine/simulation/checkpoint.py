@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine.extension import counters_of
 from adp2sgd.engine.simulation.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.status import Staleness
 from adp2sgd.errors import RunError
 from adp2sgd.exchange.protocol import MESSAGES, Message, Tally
 from adp2sgd.progress import from_rows, to_rows
-from adp2sgd.run_folder import Folder, Point, by_number
+from adp2sgd.run_folder import SIMULATION, Folder, Point, Run, by_number
 
 if TYPE_CHECKING:
     from adp2sgd.engine.simulation.simulate import Simulation
 
-NAME = "simulation.safetensors"
+NAME = SIMULATION
+TALLIED = ("initiated", "mixed_before", "busy", "expired", "unconfirmed", "halves", "bytes_sent")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +55,10 @@ def write(simulation: Simulation) -> None:
     simulation.folder.save_tensors(NAME, tensors, facts, private=True)
 
 
-def read(folder: Folder) -> Saved:
-    """The folder's checkpoint."""
+def read(folder: Folder) -> Saved | None:
+    """The folder's checkpoint; None where its run was killed before the first one."""
+    if folder.unstarted:
+        return None
     if (folder.path / "result.json").exists():
         raise RunError(f"{folder.path} holds a finished run; its result is in result.json")
     if not (folder.path / NAME).exists():
@@ -77,6 +82,24 @@ def restore(simulation: Simulation, saved: Saved) -> None:
         _unpack_member(member, kept, tensors)
     sizes = {int(learner): size for learner, size in facts["log_sizes"].items()}
     simulation.folder.truncate_logs("events.jsonl", sizes)
+
+
+def extend(simulation: Simulation, before: Run) -> None:
+    """Put a fresh simulation where an earlier, finished one ended. Nothing is under way then."""
+    simulation.time = before.seconds
+    simulation.curve[:] = simulation.folder.points()
+    for member, result in zip(simulation.members, before.learners, strict=True):
+        saved = learner_checkpoint.load(simulation.folder, result.learner)
+        if saved is None or not saved.tensors:
+            raise RunError(f"{simulation.folder.path} lacks a checkpoint of learner {result.learner}; start a new run")
+        learner_checkpoint.restore(member.learner, saved)
+        counters = counters_of(result)
+        member.learner.steps = member.turns = counters.steps
+        member.staleness = Staleness(counters.staleness_total, counters.staleness_max)
+        tally = {name: getattr(counters, name) for name in TALLIED}
+        member.exchange.tally = Tally(completed=counters.exchanges, **tally, partners=dict(counters.partners))
+    simulation.global_steps = sum(member.learner.steps for member in simulation.members)
+    simulation.order = max(member.turns for member in simulation.members)  # SYNC: the round
 
 
 def _pack_member(member: Member, tensors: dict[str, Tensor]) -> dict[str, Any]:

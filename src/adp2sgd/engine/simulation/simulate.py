@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor
 from adp2sgd.config import Config
 from adp2sgd.data.indexed import start_reading
 from adp2sgd.engine import checkpoint as learner_checkpoint
+from adp2sgd.engine import extension
 from adp2sgd.engine.divergence import Watch
-from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
+from adp2sgd.engine.pace import Pace
 from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
 from adp2sgd.engine.simulation import checkpoint
@@ -32,13 +34,14 @@ from adp2sgd.engine.simulation.events import Event, Member, StepEnd, Turn
 from adp2sgd.engine.simulation.open_files import allow_open_files
 from adp2sgd.engine.speeds import all_reduce_seconds, message_seconds, round_seconds, step_seconds
 from adp2sgd.engine.spending import Spending
-from adp2sgd.engine.status import RunStatus, StatusFile
+from adp2sgd.engine.status import OnStatus, RunStatus, StatusFile
 from adp2sgd.engine.theta import mean_of
 from adp2sgd.engine.threads import suited_threads
-from adp2sgd.errors import InterruptedRunError, callback, telling_no_values
+from adp2sgd.errors import InterruptedRunError, StopRun, callback, showing_users_code, telling_no_values
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
 from adp2sgd.exchange.protocol import Busy, Exchange, Message
-from adp2sgd.run_folder import Folder, LearnerResult, Point, Run
+from adp2sgd.metrics import Figures
+from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run
 from adp2sgd.task import Task
 from adp2sgd.tasks import named
 
@@ -46,34 +49,37 @@ STATUSES = 1000  # calls of `on_status` in a run, at least
 STATUS_S = 1.0  # real time between two of them, at most
 
 
+@showing_users_code
 def simulate(
     config: Config,
     folder: str | Path | None = None,
     *,
     task: Task | None = None,
     resume: bool = False,
-    on_status: Callable[[RunStatus], None] | None = None,
+    on_status: OnStatus = None,
 ) -> Run:
-    """Run `config` in virtual time. `folder` keeps the record; without it nothing is left behind.
+    """Run `config` in virtual time. `folder` keeps all files of the run; without it nothing is left behind.
 
     `task` is the task itself, instead of the one that `config.task` names.
 
     `resume` goes on from the folder's last checkpoint: a seeded run ends exactly as if it had not been interrupted.
     """
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
+        with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch, telling_that_nothing_is_kept():
             return replace(simulate(config, Path(scratch) / "run", task=task, on_status=on_status), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
-        return _simulate(named(config, task), task, folder, resume, callback(on_status or (lambda _: None)))
+        return _simulate(named(config, task), task, folder, resume, callback(on_status))
 
 
 def _simulate(
     config: Config, task: Task | None, folder: str | Path, resume: bool, on_status: Callable[[RunStatus], None]
 ) -> Run:
     kind = Synchronous if config.algorithm == "sync" else Asynchronous
-    saved = checkpoint.read(Folder.open(folder)) if resume else None
+    before = extension.earlier(Folder.open(folder), config, checkpoint.NAME) if resume else None
+    saved = checkpoint.read(Folder.open(folder)) if resume and before is None else None
+    seed = saved.seed if saved else extension.seed_of(Folder.open(folder)) if before else None
     # Before the folder is made: a wrong task leaves nothing behind.
-    setup = prepare(config, task, saved.seed if saved else None, resumed=resume)
+    setup = prepare(config, task, seed, resumed=saved is not None)
     start_reading(setup.task.train)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     simulation = kind(setup, home, StatusFile(home, on_status))
@@ -84,19 +90,24 @@ def _simulate(
         closing(simulation),
         suited_threads(len(simulation.setup.compute.model.weights), config.batch_size),
     ):
-        if saved is not None and config.seed is not None:
+        if resume and before is None and config.seed is not None:
             home.remove_logs("ledger.jsonl", "plan.json")  # a seeded run repeats its draws: charged anew, not twice
+        if resume and before is None and saved is None:  # it was killed before its first checkpoint, and begins anew
+            home.write_points(())
+            home.truncate_logs("events.jsonl", {})
         with beginning(home, fresh=not resume):
             simulation.enlist()
-        if saved is None:
-            simulation.start()
-        else:
+        if saved is not None:
             checkpoint.restore(simulation, saved)
+            return simulation.run()
+        if before is not None:
+            checkpoint.extend(simulation, before)
+        simulation.start()
         return simulation.run()
 
 
 class Simulation:
-    """What SYNC and ADPSGD share: the clock, the record, evaluation and checkpoints."""
+    """What SYNC and ADPSGD share: the clock, the run's folder, evaluation and checkpoints."""
 
     def __init__(self, setup: Setup, folder: Folder, on_status: Callable[[RunStatus], None]) -> None:
         self.setup = setup
@@ -109,7 +120,10 @@ class Simulation:
         self.members: list[Member] = []
         self._on_status = on_status
         self._next_status = 0.0
+        self._theta: Tensor | None = None  # as evaluated last
+        self._stopped: str | None = None  # why a callback has ended the run
         self._watch = Watch(folder)
+        self._pace = Pace(setup.plan.config.checkpoint_every_s)
         self._spending = Spending(())
         self._pool = Pool()
 
@@ -139,7 +153,7 @@ class Simulation:
     def run(self) -> Run:
         """Until the global count is reached or all learners have spent their budgets."""
         with Interrupt() as interrupt:
-            while self.global_steps < self.setup.plan.target_steps and not self._all_stopped():
+            while not self._ended():
                 before = self.global_steps
                 self.advance()
                 if self.global_steps != before:
@@ -168,8 +182,10 @@ class Simulation:
         return [member.learner.optimizer.evaluated(member.learner.state) for member in self.members]
 
     def checkpoint(self) -> None:
+        began = time.monotonic()
         self._look()
         checkpoint.write(self)
+        self._pace.done(began)
 
     def _step_done(self, member: Member) -> None:
         """Book-keeping after a learner's update."""
@@ -192,12 +208,15 @@ class Simulation:
         plan = self.setup.plan
         if plan.passed(plan.config.evaluate_every, before, self.global_steps):
             self._evaluate()
-        if plan.passed(plan.config.checkpoint_every, before, self.global_steps):
+        if self._pace.due or plan.passed(plan.config.checkpoint_every, before, self.global_steps):
             self.checkpoint()
         share = max(1, plan.target_steps // STATUSES)
         if self.global_steps // share != before // share or time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + STATUS_S
-            self._on_status(self.status)
+            try:
+                self._on_status(self.status)
+            except StopRun as stop:
+                self._stopped = str(stop) or "no reason given"
 
     @property
     def status(self) -> RunStatus:
@@ -207,27 +226,32 @@ class Simulation:
         learners = (member.status(name, self._spending) for member, name in named)
         return RunStatus.of(
             self.setup.plan, self.global_steps, self.time, learners,
-            clock="virtual", curve=self.curve, notes=self.setup.notes,
+            clock="virtual", curve=self.curve, notes=self.setup.notes, monitor=self.setup.task.monitor,
+            model=None if self._theta is None else partial(self.setup.compute.named, self._theta),
         )  # fmt: skip
 
     def _evaluate(self) -> Point:
         self._look()
         mean = mean_of(self.states())
-        point = self.setup.point(self.global_steps, self.time, self.setup.held_out.figures(mean.theta), mean)
+        self._theta = mean.theta
+        point = self.setup.point(self.global_steps, self.time, self.setup.held_out.figures(self._theta), mean)
         self.curve.append(point)
         self.folder.append_point(point)
         return point
 
-    def _all_stopped(self) -> bool:
-        return not any(member.learner.may_step for member in self.members)
+    def _ended(self) -> bool:
+        """By the step count, by a callback, or because no learner may step any more."""
+        reached = self.global_steps >= self.setup.plan.target_steps or self._stopped is not None
+        return reached or not any(member.learner.may_step for member in self.members)
 
     def _result(self) -> Run:
-        """The models come first: they are paid for, whatever becomes of their evaluation."""
+        """Save the models first, because their privacy is spent even if the evaluation fails."""
         self._look()
         theta = mean_of(self.states()).theta
         save_model(self.setup, theta, self.folder)
         for member in self.members:
-            learner_checkpoint.save(self.folder, member.learner, member.learner.state, {"steps": member.learner.steps})
+            facts = {"steps": member.learner.steps, "seed": self.setup.plan.seed}
+            learner_checkpoint.save(self.folder, member.learner, member.learner.state, facts)
         if not self.curve or self.curve[-1].global_steps != self.global_steps:
             self._evaluate()
         learners = self._learner_results()
@@ -238,6 +262,7 @@ class Simulation:
             tuple(self.curve),
             theta=theta,
             clock="virtual",
+            stopped=self._stopped,
             folder=str(self.folder.path),
         )
         self.folder.write_result(run)
