@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Generator, Tensor, nn
 
+from adp2sgd import tree
 from adp2sgd.device import repeatable
 from adp2sgd.errors import PrivacyError
 from adp2sgd.privacy.probe_rows import FAILURES
+from adp2sgd.tree import Inputs
 
 if TYPE_CHECKING:
     from adp2sgd.task import Loss
@@ -42,20 +44,21 @@ def runs_own_code(module: nn.Module, loss: Loss) -> bool:
 
 
 def refuse_coupled_backward(
-    module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, tolerance: float, batches: Iterable[int]
+    module: nn.Module, loss: Loss, inputs: Inputs, targets: Tensor, tolerance: float, batches: Iterable[int]
 ) -> None:
     """Refuse a model if the gradient of a batch differs from the sum of its records' gradients by more than `tolerance`
     of their norms. Batches of these sizes are drawn from the given records."""
-    records = len(inputs)
+    records = len(targets)
     weights = torch.ones(records, dtype=torch.float64)
     weights[1::2] = LARGE
     for factor, size in [(1.0, size) for size in batches] + [(LARGE, records)]:
-        x = inputs * factor if inputs.is_floating_point() else inputs
-        alone = [_gradient(module, loss, x[i, None], targets[i, None], weights[i, None]) for i in range(records)]
+        x = tree.each(lambda part, by=factor: part * by if part.is_floating_point() else part, inputs)  # type: ignore[misc]
+        singles = [slice(i, i + 1) for i in range(records)]
+        alone = [_gradient(module, loss, tree.take(x, i), targets[i], weights[i]) for i in singles]
         picked = torch.arange(records)
         if size != records:
             picked = torch.randint(0, records, (size,), generator=Generator().manual_seed(size))
-        together = _gradient(module, loss, x[picked], targets[picked], weights[picked])
+        together = _gradient(module, loss, tree.take(x, picked), targets[picked], weights[picked])
         parts = [part for part in alone if part is not None]
         if together is None or len(parts) < records:  # a failure on unusual records says nothing about others
             continue
@@ -68,11 +71,11 @@ def refuse_coupled_backward(
             )
 
 
-def _gradient(module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor | None:
+def _gradient(module: nn.Module, loss: Loss, inputs: Inputs, targets: Tensor, weights: Tensor) -> Tensor | None:
     """Gradient of the weighted sum of the losses, flattened; None if it fails or is not finite."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     with contextlib.suppress(*FAILURES), torch.enable_grad():
-        losses = loss(module(inputs), targets)
+        losses = loss(tree.call(module, inputs), targets)
         total = (losses * weights.to(losses)).sum()
         found = torch.autograd.grad(total, parameters, allow_unused=True)
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]

@@ -19,16 +19,18 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from adp2sgd import tree
 from adp2sgd.errors import Adp2sgdError, PrivacyError
 from adp2sgd.privacy.check_backward import refuse_coupled_backward, runs_own_code, sizes
-from adp2sgd.privacy.probe_rows import FAILURES, ORDINARY, SIZE, WATCHED, Rows
+from adp2sgd.privacy.probe_rows import FAILURES, SIZE, WATCHED, Trees
+from adp2sgd.tree import Inputs
 
 if TYPE_CHECKING:
     from adp2sgd.task import Loss
 
 Result = TypeVar("Result")
-Preparation = Callable[[Tensor], Tensor]
-Augmentation = Callable[[Tensor, Generator], Tensor]
+Preparation = Callable[[Inputs], Inputs]
+Augmentation = Callable[[Inputs, Generator], Inputs]
 
 PROBES = 4  # synthetic records in a batch whose gradient is computed
 MIDDLE = 1  # index of the watched record: others lie before and after it, and it is not in the centre
@@ -37,7 +39,7 @@ _NO_BATCHNORM = 'use norm = "group", or adp2sgd.models.norm.without_batchnorm(mo
 
 
 def check_model(
-    module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, expected: float | None = None
+    module: nn.Module, loss: Loss, inputs: Inputs, targets: Tensor, *, expected: float | None = None
 ) -> list[str]:
     """Refuse a model or loss in which one record touches another's gradient; returns warnings.
 
@@ -62,11 +64,11 @@ def check_model(
     _refuse_idle_parameters(probe, batch)
     _refuse_changed_state(probe)
     warnings += _refuse_coupling(probe, batch)
-    module, device = probe.module, inputs.device
+    module, device = probe.module, targets.device
     warnings += _refuse_crowding(probe, SEEDS if batch.random else 1)
     if not batch.random and runs_own_code(module, loss):
         rows, tried = (probe.inputs, probe.targets), sizes(PROBES, expected)
-        with torch.random.fork_rng([device] if inputs.is_cuda else []):
+        with torch.random.fork_rng([device] if targets.is_cuda else []):
             refuse_coupled_backward(module.to(device), loss, *rows, probe.tolerance, tried)
     _refuse_changed_state(probe)
     return warnings
@@ -82,27 +84,27 @@ def without_dropout(module: nn.Module) -> nn.Module:
     return module
 
 
-def check_rows(prepare: Preparation, augment: Augmentation | None, stored: Tensor) -> list[str]:
+def check_rows(prepare: Preparation, augment: Augmentation | None, stored: Inputs) -> list[str]:
     """Refuse a `prepare` or `augment` in which one record touches another's row; returns warnings.
 
     Like `check_model`, it uses only dtype, device and row shape of `stored` (records as they are kept) and probes with
     synthetic rows, on the CPU too. An empty batch must pass, because a crash would reveal that no record was drawn.
     """
     for count in (0, PROBES):
-        batch = _synthetic(stored, Generator().manual_seed(0), None)[:count]
-        if len(_told("prepare", prepare, batch)) != count:
+        batch = tree.take(_synthetic(stored, Generator().manual_seed(0), None), slice(count))
+        if tree.rows(_told("prepare", prepare, batch)) != count:
             raise PrivacyError("the task's prepare returns more or fewer records than it gets; return a row for each")
-    rows, generator = Rows(stored[:0].cpu()), Generator().manual_seed(0)
-    ordinary = _told("prepare", prepare, rows.draw(ORDINARY, PROBES, generator))
+    rows, generator = Trees.of(stored), Generator().manual_seed(0)
+    ordinary = _told("prepare", prepare, rows.draw(0, PROBES, generator))
     rows = rows.widened(prepare)
-    for number, kind in enumerate(rows.kinds):
+    for kind in rows.kinds:
         watched = rows.watched(kind, generator)
-        alone = _joined([_attempt(prepare, row) for row in watched.split(1)])
+        alone = _joined([_attempt(prepare, row) for row in tree.split(watched, 1)])
         crowds = [_attempt(prepare, rows.crowd(watched, other, generator)) for other in rows.kinds]
         _refuse_mixing("prepare", [alone, *(_seen(crowd) for crowd in crowds)])
         if augment is None:
             continue
-        for seed in range(number * SEEDS, (number + 1) * SEEDS):
+        for seed in range(kind * SEEDS, (kind + 1) * SEEDS):
             drawn = partial(_augmented, augment, seed)
             if not _same(_told("augment", drawn, ordinary), drawn(ordinary)):
                 raise PrivacyError("the task's augment draws numbers of its own; use the generator that it is given")
@@ -110,51 +112,58 @@ def check_rows(prepare: Preparation, augment: Augmentation | None, stored: Tenso
     return []
 
 
-def _augmented(augment: Augmentation, seed: int, rows: Tensor) -> Tensor:
-    return augment(rows.clone(), Generator(rows.device).manual_seed(seed))
+def _augmented(augment: Augmentation, seed: int, rows: Inputs) -> Inputs:
+    device = tree.tensors(rows)[0].device
+    return augment(tree.each(Tensor.clone, rows), Generator(device).manual_seed(seed))
 
 
-def _told(name: str, function: Preparation, batch: Tensor) -> Tensor:
+def _told(name: str, function: Preparation, batch: Inputs) -> Inputs:
     try:
         return function(batch)
     except FAILURES as error:
         reason = str(error).split("\n")[0]
         raise PrivacyError(
-            f"the task's {name} fails on {len(batch)} synthetic records ({reason}); it must not"
+            f"the task's {name} fails on {tree.rows(batch)} synthetic records ({reason}); it must not"
         ) from error
 
 
-def _attempt(function: Callable[[Tensor], Result], batch: Tensor) -> Result | None:
+def _attempt(function: Callable[[Inputs], Result], batch: Inputs) -> Result | None:
     """None where it fails: a failure on unusual records says nothing about others."""
     with contextlib.suppress(*FAILURES):
         return function(batch)
     return None
 
 
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _joined(parts: Sequence[Inputs | None]) -> Inputs | None:
     kept = [part for part in parts if part is not None]
-    return torch.cat(kept) if len(kept) == len(parts) and len({part.shape for part in kept}) == 1 else None
+    shapes = {tuple(tensor.shape for tensor in tree.tensors(part)) for part in kept}
+    return tree.joined(kept) if len(kept) == len(parts) and len(shapes) == 1 else None
 
 
-def _seen(batch: Tensor | None) -> Tensor | None:
-    """The watched rows of a batch. If rows were dropped, all of them, so that the comparison fails."""
-    return batch if batch is None or batch.shape[:1] != (SIZE,) else batch[WATCHED]
+def _seen(batch: Inputs | None) -> Inputs | None:
+    """The watched rows of a crowd; all rows, which agree with no others, where some were left out."""
+    if batch is None or any(part.shape[:1] != (SIZE,) for part in tree.tensors(batch)):
+        return batch
+    return tree.take(batch, torch.tensor(WATCHED))
 
 
-def _refuse_mixing(name: str, rows: Sequence[Tensor | None]) -> None:
+def _refuse_mixing(name: str, rows: Sequence[Inputs | None]) -> None:
     """Compares the results for the same rows, alone and in batches."""
     if not _agree(rows):
         raise PrivacyError(f"the task's {name} mixes the records of a batch; treat each row by itself, with constants")
 
 
-def _agree(rows: Sequence[Tensor | None], tolerance: float = 1e-5) -> bool:
+def _agree(rows: Sequence[Inputs | None], tolerance: float = 1e-5) -> bool:
     got = [row for row in rows if row is not None]
     return all(_same(got[0], row, tolerance) for row in got[1:])
 
 
-def _same(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
-    return left.shape == right.shape and torch.allclose(
-        left.double(), right.double(), rtol=tolerance, atol=tolerance / 10, equal_nan=True
+def _same(left: Inputs, right: Inputs, tolerance: float = 1e-5) -> bool:
+    pairs = list(zip(tree.tensors(left), tree.tensors(right), strict=True))
+    return all(
+        one.shape == other.shape
+        and torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance / 10, equal_nan=True)
+        for one, other in pairs
     )
 
 
@@ -176,12 +185,12 @@ class _Probe:
     buffers: dict[str, Tensor]  # as they were before any forward pass
     parameters: dict[str, Tensor]  # likewise
     loss: Loss
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     tolerance: float  # of a gradient, relative to its norm
 
     @classmethod
-    def of(cls, module: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, dtype: torch.dtype | None) -> _Probe:
+    def of(cls, module: nn.Module, loss: Loss, inputs: Inputs, targets: Tensor, dtype: torch.dtype | None) -> _Probe:
         """In `dtype`, or as the module and its inputs are."""
         try:
             module = without_dropout(copy.deepcopy(module).train().to(dtype))
@@ -197,23 +206,23 @@ class _Probe:
         rows, labels = (_synthetic(like, generator, dtype) for like in (inputs, targets))
         return cls(module, buffers, parameters, loss, rows, labels, 1e-2 if dtype is None else 1e-9)
 
-    def answer(self, inputs: Tensor, targets: Tensor) -> _Answer:
+    def answer(self, inputs: Inputs, targets: Tensor) -> _Answer:
         """Called again, a model that draws random numbers gets the same ones: the generators' states are put back."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if not parameters:
             raise PrivacyError("the model has no trainable parameter; set requires_grad on those to be trained")
         try:
-            with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []), torch.enable_grad():
-                before = _random_state(inputs.device)
-                outputs = self.module(inputs)
+            with torch.random.fork_rng([targets.device] if targets.is_cuda else []), torch.enable_grad():
+                before = _random_state(targets.device)
+                outputs = tree.call(self.module, inputs)
                 losses = self.loss(outputs, targets)
-                refuse_shape(losses, len(inputs))
+                refuse_shape(losses, len(targets))
                 gradient = torch.autograd.grad(losses[min(MIDDLE, len(losses) - 1)], parameters, allow_unused=True)
-                random = not torch.equal(before, _random_state(inputs.device))
+                random = not torch.equal(before, _random_state(targets.device))
         except FAILURES as error:
             reason = str(error).split("\n")[0]
             raise PrivacyError(
-                f"the gradient of a synthetic batch of {len(inputs)} could not be taken ({reason}); "
+                f"the gradient of a synthetic batch of {len(targets)} could not be taken ({reason}); "
                 "private mode needs a model and a loss that take any number of records"
             ) from error
         if any(part is not None and part.is_sparse for part in gradient):
@@ -224,15 +233,19 @@ class _Probe:
         return _Answer(told.detach()[min(MIDDLE, len(told) - 1)], gradient, random)
 
 
-def _synthetic(like: Tensor, generator: Generator, dtype: torch.dtype | None) -> Tensor:
+def _synthetic(like: Inputs, generator: Generator, dtype: torch.dtype | None) -> Inputs:
     """PROBES random rows of the shape of `like`, floats in `dtype`, between 0 and 1 and those of the watched row in the
     middle of it: it alone is neither the batch's largest nor its least. Integers are 0 or 1, which every vocabulary
     has."""
-    rows = Rows(like).draw(ORDINARY, PROBES, generator).to(like.device)
-    if rows.is_floating_point():
+
+    def finished(rows: Tensor) -> Tensor:
+        if not rows.is_floating_point():
+            return rows.to(device)
         rows[MIDDLE] = 0.25 + rows[MIDDLE] / 2
-        rows = rows.to(dtype or like.dtype)
-    return rows
+        return rows.to(device, dtype or rows.dtype)
+
+    device = tree.tensors(like)[0].device
+    return tree.each(finished, Trees.of(like).draw(0, PROBES, generator))
 
 
 def _with_others(batch: Tensor) -> Tensor:
@@ -308,7 +321,7 @@ def _sets_attributes(part: torch.jit.ScriptModule) -> bool:
 
 def _refuse_coupling(probe: _Probe, batch: _Answer) -> list[str]:
     """By a record's gradient, among ordinary others and alone."""
-    others = probe.answer(_with_others(probe.inputs), _with_others(probe.targets))
+    others = probe.answer(tree.each(_with_others, probe.inputs), _with_others(probe.targets))
     if not _same_gradient(batch, others, probe.tolerance):
         if not _same(batch.output, others.output, probe.tolerance):
             raise PrivacyError(f"the model's output for a record depends on the others in its batch; {_NO_BATCHNORM}")
@@ -317,7 +330,8 @@ def _refuse_coupling(probe: _Probe, batch: _Answer) -> list[str]:
         return [
             "the model draws random numbers in its forward pass, so whether the size of a batch matters is unchecked"
         ]
-    alone = probe.answer(probe.inputs[MIDDLE, None], probe.targets[MIDDLE, None])
+    middle = slice(MIDDLE, MIDDLE + 1)
+    alone = probe.answer(tree.take(probe.inputs, middle), probe.targets[middle])
     if not _same_gradient(batch, alone, probe.tolerance):
         raise PrivacyError(
             "a record's gradient alone differs from its gradient in a batch; make model and loss independent of the "
@@ -331,10 +345,10 @@ def _refuse_crowding(probe: _Probe, seeds: int) -> list[str]:
 
     On the CPU, where an integer out of range is an error and not the end of the device.
     """
-    module, loss = probe.module.cpu(), probe.loss
-    inputs, targets = (Rows(rows[:0].cpu()) for rows in (probe.inputs, probe.targets))
-    outputs = _attempt(partial(_drawn, 0, module), inputs.draw(ORDINARY, 1, Generator()))
-    if outputs is None or _attempt(partial(loss, outputs), targets.draw(ORDINARY, 1, Generator())) is None:
+    module, loss = partial(tree.call, probe.module.cpu()), probe.loss
+    inputs, targets = (Trees.of(rows) for rows in (probe.inputs, probe.targets))
+    outputs = _attempt(partial(_drawn, 0, module), inputs.draw(0, 1, Generator()))
+    if outputs is None or _attempt(partial(loss, outputs), targets.draw(0, 1, Generator())) is None:
         return ["the model does not run on the CPU without gradients, so what unusual records do is unchecked"]
     inputs, targets = inputs.widened(partial(_drawn, 0, module)), targets.widened(partial(loss, outputs))
     for seed in range(seeds):
@@ -345,9 +359,9 @@ def _refuse_crowding(probe: _Probe, seeds: int) -> list[str]:
 
         for kind in inputs.kinds:
             watched = inputs.watched(kind, generator)
-            batches = [*watched.split(1), *(inputs.crowd(watched, other, generator) for other in inputs.kinds)]
+            batches = [*tree.split(watched, 1), *(inputs.crowd(watched, other, generator) for other in inputs.kinds)]
             outputs = [_attempt(partial(_drawn, seed, module), batch) for batch in batches]
-            alone, crowds = outputs[: len(watched)], outputs[len(watched) :]
+            alone, crowds = outputs[: len(WATCHED)], outputs[len(WATCHED) :]
             for mark in targets.kinds:
                 labels = targets.watched(mark, generator)
                 losses = [_joined([told(*each) for each in zip(alone, labels.split(1), strict=True)])]
@@ -362,7 +376,7 @@ def _refuse_crowding(probe: _Probe, seeds: int) -> list[str]:
 
 
 @torch.no_grad()
-def _drawn(seed: int, function: Callable[[Tensor], Result], batch: Tensor) -> Result:
+def _drawn(seed: int, function: Callable[[Inputs], Result], batch: Inputs) -> Result:
     """With the numbers of a seed, where it draws any."""
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(seed)

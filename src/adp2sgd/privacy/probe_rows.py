@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from adp2sgd import tree
+from adp2sgd.tree import Inputs
+
 SIZE = 21  # large enough that one record can lie 3 standard deviations from the mean
 WATCHED = [4, 11, 16, 20]  # mostly late rows: code that limits a count acts on those
 WIDEST = 2**16  # values of an integer that are tried
@@ -97,3 +100,44 @@ class Rows:
         if kind != ORDINARY:
             rows[0] = watched[-1]
         return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Trees:
+    """Rows for every tensor of `like`: a tensor, or a dictionary or tuple of tensors. Kinds are numbered, and the first
+    is the ordinary one."""
+
+    like: Inputs
+    parts: tuple[Rows, ...]
+    kinds = range(len(FLOATS))
+
+    @classmethod
+    def of(cls, like: Inputs) -> Trees:
+        blank = tree.each(lambda part: part[:0].cpu(), like)
+        return cls(blank, tuple(Rows(part) for part in tree.tensors(blank)))
+
+    def widened(self, accepts: Callable[[Inputs], object]) -> Trees:
+        """See `Rows.widened`; one tensor after the other."""
+        found = self
+        for at, rows in enumerate(self.parts):
+
+            def alone(values: Tensor, at: int = at, found: Trees = found) -> object:
+                drawn = tree.tensors(found.draw(0, 1, Generator()))
+                given = iter([*drawn[:at], values, *drawn[at + 1 :]])
+                return accepts(tree.each(lambda _: next(given), self.like))
+
+            found = Trees(self.like, (*found.parts[:at], rows.widened(alone), *self.parts[at + 1 :]))
+        return found
+
+    def draw(self, kind: int, count: int, generator: Generator) -> Inputs:
+        return self._each(lambda rows, _: rows.draw(rows.kinds[kind], count, generator), self.like)
+
+    def watched(self, kind: int, generator: Generator) -> Inputs:
+        return self._each(lambda rows, _: rows.watched(rows.kinds[kind], generator), self.like)
+
+    def crowd(self, watched: Inputs, kind: int, generator: Generator) -> Inputs:
+        return self._each(lambda rows, part: rows.crowd(part, rows.kinds[kind], generator), watched)
+
+    def _each(self, function: Callable[[Rows, Tensor], Tensor], given: Inputs) -> Inputs:
+        parts = iter(self.parts)
+        return tree.each(lambda part: function(next(parts), part), given)
