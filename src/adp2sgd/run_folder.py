@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # reading a run needs no PyTorch, which takes seconds to load
 
 
 EVENTS = "events.jsonl"
-SESSION, SIMULATION = "session.json", "simulation.safetensors"  # what `train` and `simulate` continue from
 SCRATCH = "adp2sgd-scratch-"  # begins the name of the folder of a run that nobody keeps
+SESSION, SIMULATION = "session.json", "simulation.safetensors"  # what `train` and `simulate` continue from
 RESULT, BEFORE = "result.json", "result.before.json"  # of the run, and of what it extends
 STATUS = "status.json"
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.compute import Compute
-from adp2sgd.engine.evaluate import Figures, evaluate
+from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.engine.pace import Pace
 from adp2sgd.engine.site import Site
 from adp2sgd.errors import reason
 from adp2sgd.files import to_json
 from adp2sgd.flat import FlatModel
 from adp2sgd.learner import Learner
+from adp2sgd.metrics import Figures
 from adp2sgd.progress import Count, Key, to_rows
 from adp2sgd.run_folder import Folder
 

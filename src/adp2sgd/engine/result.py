@@ -14,9 +14,10 @@ from adp2sgd import model_folder
 from adp2sgd.config import Config
 from adp2sgd.engine.budgets import new_ledgers
 from adp2sgd.engine.compute import Compute
-from adp2sgd.engine.evaluate import Figures, HeldOut
+from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan
 from adp2sgd.engine.status import Counters
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL, Guarantee
 from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run, versions

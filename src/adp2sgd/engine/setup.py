@@ -18,7 +18,7 @@ from adp2sgd.data.indexed import DatasetRecords, start_reading
 from adp2sgd.data.units import Population, population
 from adp2sgd.device import AUTOCAST
 from adp2sgd.engine.compute import Compute, build_model, pick_device, rows_together
-from adp2sgd.engine.evaluate import Figures, HeldOut
+from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan, make_plan
 from adp2sgd.engine.site import Site, make_learner
 from adp2sgd.engine.theta import Mean
@@ -27,6 +27,7 @@ from adp2sgd.errors import LedgerError, PrivacyError, telling_no_values
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.proof import synthetic
 from adp2sgd.learner import Learner
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.ledger import read as read_ledger
 from adp2sgd.run_folder import Folder, Point
 from adp2sgd.task import Task

@@ -29,8 +29,7 @@ class Site:
     number: int
     name: str | None
     task: Task
-    declared: int | None = None
-    """A rounded number of records or units that the sample rate follows from; None: the true number."""
+    declared: int | None = None  # records or units, rounded: the sample rate follows from it; unset: the true number
 
 
 def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) -> Learner:

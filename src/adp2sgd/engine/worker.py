@@ -83,9 +83,9 @@ class Worker:
         self.folder, self.place, self.mode, self.exchanging = folder, place, mode, exchanging
         self.state = "starting"
         self.notes: list[str] = []
-        self.learner: Learner = make_learner(site, compute, folder.learner(place.learner), start=place.start)
-        if len(self.learner.state) * self.config.batch_size < SMALL_STEP:
+        if len(compute.model.weights) * self.config.batch_size < SMALL_STEP:
             torch.set_num_threads(1)
+        self.learner: Learner = make_learner(site, compute, folder.learner(place.learner), start=place.start)
         self.target_steps = self.plan.target_steps if exchanging else self.plan.planned_steps
         self.reached, self.wake = threading.Event(), threading.Event()
         self.seam = threading.RLock()  # held while what `snapshot` and `counts` give is replaced

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adp2sgd.engine.evaluate import Figures, evaluate
+from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.engine.processes.control import OBSERVER, line_of
 from adp2sgd.engine.setup import Setup
 from adp2sgd.engine.theta import Mean
 from adp2sgd.errors import reason
 from adp2sgd.exchange.shared import Post
 from adp2sgd.exchange.slots import LOOK, Layout, Memory
+from adp2sgd.metrics import Figures
 from adp2sgd.progress import Key, from_rows
 from adp2sgd.run_folder import Folder, Point
 

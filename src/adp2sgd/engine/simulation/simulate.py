@@ -25,7 +25,6 @@ from adp2sgd.data.indexed import start_reading
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine import extension
 from adp2sgd.engine.divergence import Watch
-from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
 from adp2sgd.engine.pace import Pace
 from adp2sgd.engine.result import finish, learner_result, save_model
@@ -41,6 +40,7 @@ from adp2sgd.engine.threads import suited_threads
 from adp2sgd.errors import InterruptedRunError, StopRun, callback, showing_users_code, telling_no_values
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
 from adp2sgd.exchange.protocol import Busy, Exchange, Message
+from adp2sgd.metrics import Figures
 from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run
 from adp2sgd.task import Task
 from adp2sgd.tasks import named
