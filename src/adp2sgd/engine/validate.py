@@ -32,9 +32,19 @@ def validate(plan: Plan, task: Task, model: FlatModel, shards: Sequence[int], *,
     """
     _check_finite(task)
     notes = _check_privacy(plan.config, task, model, shards) if plan.private else _cut(plan.config, shards)
+    notes += _begins_with(plan)
     if not (plan.private and resumed):
         check_fit(task, model, private=plan.private)
     return notes
+
+
+def _begins_with(plan: Plan) -> list[str]:
+    if not plan.private or plan.config.init_from is None:
+        return []
+    return [
+        f'the run begins with the model of init_from = "{plan.config.init_from}"; if that was trained on the same '
+        "records, only a privacy.ledger that both runs share covers both"
+    ]
 
 
 def _cut(config: Config, shards: Sequence[int]) -> list[str]:
@@ -185,11 +195,6 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
     )
     warnings += _check_units(config, task)
     warnings += _check_ledger(config)
-    if config.init_from is not None:
-        warnings.append(
-            f'the run begins with the model of init_from = "{config.init_from}"; if that was trained on the same '
-            "records, only a privacy.ledger that both runs share covers both"
-        )
     warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
     if privacy.copies > 1 and task.augment is None:
         raise ConfigError(
