@@ -241,7 +241,8 @@ def _simulated(settings: Config, folder: Path, resume: bool, points: dict[int, P
     if resume:
         if (folder / "result.json").exists():
             return read_result(folder)
-        points |= {p["global_steps"]: Point(**p) for p in checkpoint.read(Folder.open(folder)).facts["curve"]}
+        saved = checkpoint.read(Folder.open(folder))
+        points |= {p["global_steps"]: Point(**p) for p in (saved.facts["curve"] if saved else ())}
     else:
         shutil.rmtree(folder, ignore_errors=True)
     with watching(named(settings), quiet=quiet) as show:

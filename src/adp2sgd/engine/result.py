@@ -100,7 +100,7 @@ def finish(
             *_stopped(setup.plan, last.epoch, stopped),
             *_apart(last.consensus, theta),
             *_at_chance(last.metrics.get("accuracy"), setup.task),
-            *_capped(learners, whole=last.global_steps >= setup.plan.target_steps),
+            *_capped(learners, setup.site_names, whole=last.global_steps >= setup.plan.target_steps),
             *new_ledgers(config, [each.budget for each in learners if each.budget is not None]),
         ),
         versions=versions(),
@@ -155,15 +155,14 @@ def learner_result(
     )
 
 
-def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
-    """Who trained no more from some step on: with uneven speeds the fast learners, to the surprise of many. In a
-    `whole` run where all have taken the last step that they may, they have simply finished."""
-    at = [
-        each.number for each in learners if each.budget is not None and each.budget.steps >= each.budget.plan.max_steps
-    ]
+def _capped(learners: Sequence[Accounted], names: Sequence[str | None], *, whole: bool) -> list[str]:
+    """A note on the learners that reached their cap: with uneven speeds, the fast ones. There is none for a `whole` run
+    in which all learners reached it, because that is how such a run ends."""
+    ended = [each.budget is not None and each.budget.steps >= each.budget.plan.max_steps for each in learners]
+    at = [names[each.number] or str(each.number) for each, done in zip(learners, ended, strict=True) if done]
     if not at or (whole and len(at) == len(learners)):
         return []
-    who = f"learner{'s' if len(at) > 1 else ''} {', '.join(map(str, at[:8]))}{' and more' if len(at) > 8 else ''}"
+    who = f"learner{'s' if len(at) > 1 else ''} {', '.join(at[:8])}{' and more' if len(at) > 8 else ''}"
     return [
         f"{who} reached the cap on private steps and only averaged from then on; a larger privacy.headroom (more "
         "noise) or privacy.epsilon allows more steps"
@@ -172,7 +171,7 @@ def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
 
 def _guarantee(learners: Sequence[Accounted], *, at_cap: bool) -> Guarantee | None:
     """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
-    spent, and the largest that was. `at_cap`: a run whose end was chosen counts as if it had spent all that it may."""
+    spent, and the largest that was. `at_cap`: a run that was stopped counts as having spent all that it may."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
     if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
         return None

@@ -139,7 +139,7 @@ def _with_workers(task: Task, workers: int) -> Task:
 
 @contextmanager
 def beginning(folder: Folder, *, fresh: bool) -> Iterator[None]:
-    """While the learners of a run are made: if they cannot be, a `fresh` folder is free again for another try."""
+    """Use while the learners of a run are made. If that fails, a `fresh` folder is emptied for another try."""
     try:
         yield
     except BaseException:
@@ -149,7 +149,7 @@ def beginning(folder: Folder, *, fresh: bool) -> Iterator[None]:
 
 
 def _discard(folder: Folder) -> None:
-    """Remove what the begin of a run has written, and nothing else. A ledger with spent steps stays."""
+    """Remove what the start of a run has written, and nothing else. A ledger with spent steps stays."""
     for own in folder.path.glob("learner-*"):
         ledger = own / "ledger.jsonl"
         with suppress(LedgerError, OSError):

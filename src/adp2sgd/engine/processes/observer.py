@@ -74,7 +74,7 @@ class Observer(threading.Thread):
         self._wake = threading.Event()
 
     def note(self, global_steps: int) -> None:
-        """How far the run is. Returns at once; an evaluation begins if one is due and none is under way."""
+        """Start an evaluation if one is due at this progress and none is under way. Returns at once."""
         plan = self._setup.plan
         due = plan.passed(plan.config.evaluate_every, self._seen, global_steps)
         if due and self._idle and global_steps < plan.target_steps:  # the last evaluation follows the run
@@ -82,7 +82,7 @@ class Observer(threading.Thread):
             self._wake.set()
 
     def close(self) -> None:
-        """Give up what is under way; waits for some held-out records at most."""
+        """End the thread. An evaluation under way is abandoned after its current piece of held-out records."""
         self._closing = True
         self._wake.set()
         if self.ident is not None:

@@ -45,7 +45,7 @@ MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 
 @dataclass(frozen=True, eq=False)
 class Account:
-    """A learner after its end: its ledger has the last word on what was spent."""
+    """What a result needs of a learner after its end. What was spent is read from its ledger."""
 
     number: int
     budget: Budget | None
@@ -63,7 +63,8 @@ def train(
     on_status: OnStatus = None,
     patience: Patience | None = None,
 ) -> Run:
-    """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
+    """Run `config` in real time, one process per learner. `folder` keeps all files of the run; without it
+    nothing is left behind.
 
     `task` is the task itself, instead of the one that `config.task` names.
 
