@@ -132,7 +132,7 @@ def save(folder: Folder, task: Task, weights: Mapping[str, Tensor], name: str, *
     """
     folder.save_tensors(WEIGHTS, weights, {"task": name})
     prepare, why = preparation.written(task.prepare), None
-    facts = {
+    facts: dict[str, Any] = {
         "format": 1,
         "task": name,
         "inputs": _layout(task.train.blank()[0]),

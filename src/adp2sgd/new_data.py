@@ -53,7 +53,7 @@ def read_new(model: Model, path: Path, *, labelled: bool = False) -> NewData:
         raise DataError(f"{path} does not exist; give a file or folder that does, from {Path.cwd()}")
     encoder = model.encoder
     if isinstance(encoder, ImageEncoder):
-        files = encoder.list(path)
+        files = encoder.files(path)
         return NewData(encoder.encode(files), list(map(str, files)), encoder.targets(files) if labelled else None)
     if isinstance(encoder, Encoder):
         table = encoder.read(path)

@@ -33,7 +33,7 @@ class ImageEncoder:
         pixels = [decode(read_bytes(Path(file)), Path(file), self.channels, self.size) for file in files]
         return torch.from_numpy(np.stack(pixels))
 
-    def list(self, path: str | Path) -> list[Path]:
+    def files(self, path: str | Path) -> list[Path]:
         """The image files at or below `path`, in the order of their paths."""
         path = Path(path)
         found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)

@@ -82,7 +82,7 @@ def load(
     train, held = (records.take(rows.nonzero()[:, 0]) for rows in (~test, test))
     half = (0.5,) * channels
     fitted = "the names of the classes" if classes is None else None
-    encoder = ImageEncoder(size=tuple(pixels.shape[2:]), channels=channels, classes=tuple(names))
+    encoder = ImageEncoder(size=(pixels.shape[2], pixels.shape[3]), channels=channels, classes=tuple(names))
     return Source(
         train=train, test=held, classes=len(names), prepare=Normalize(half, half), fitted=fitted, encoder=encoder
     )
