@@ -38,15 +38,16 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "exchange"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "tests" / "exchange"), str(ROOT / "benchmarks")]
 
+from adp2sgd.config import Config  # noqa: E402
+from adp2sgd.engine.peers.join import SWITCH_S  # noqa: E402
+from adp2sgd.engine.setup import prepare  # noqa: E402
 from adp2sgd.exchange.duplex import DuplexExchange  # noqa: E402
 from adp2sgd.exchange.handshake import Peer  # noqa: E402
 from adp2sgd.exchange.network import NetworkCarrier  # noqa: E402
 from adp2sgd.exchange.thread import ExchangeThread  # noqa: E402
 from certificates import consortium, identity, site  # noqa: E402
-from conftest import make_learner  # noqa: E402
-from engine import vector  # noqa: E402
 
 MIB = 1 << 20
 DELAY_S, BYTES_PER_S = 0.05, 200e6 / 8
@@ -62,7 +63,9 @@ class Site:
     def __init__(self, number: int, mib: float, listen: bool) -> None:
         torch.set_num_threads(1)
         self.number = number
-        self.learner = make_learner(number, vector(length=int(mib * MIB / 4)))
+        options = {"length": int(mib * MIB / 4)}
+        setup = prepare(Config(task="engine:vector", learners=2, batch_size=1, device="cpu", options=options))
+        self.learner = setup.learner(number, Path())
         self.learner.state.normal_()
         door = [("127.0.0.1", 0)] if listen else []
         self.carrier = NetworkCarrier(self.learner, number, identity(number, 2), listen=door)
@@ -362,13 +365,19 @@ def pem(number: int) -> tuple[bytes, bytes, bytes]:
 
 
 def rate(near: Site, step: Callable[[], None], steps: int, *, exchanging: bool) -> float:
-    """Steps per second."""
-    began = time.perf_counter()
+    """Steps per second, not counting the time in which other processes held this thread's core."""
+    began, queued = time.perf_counter(), queued_s()
     for _ in range(steps):
         if exchanging:
             near.thread.want(1)
         step()
-    return steps / (time.perf_counter() - began)
+    return steps / (time.perf_counter() - began - (queued_s() - queued))
+
+
+def queued_s() -> float:
+    """Seconds for which this thread was ready and had no core."""
+    schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    return int(schedstat.read_text().split()[1]) / 1e9 if schedstat.exists() else 0.0
 
 
 def rates(near: Site, step: Callable[[], None], step_s: float) -> tuple[float, int]:
@@ -392,6 +401,7 @@ def sleeping(mib: float, rounds: int) -> dict[str, Any]:
 
 def computing(mib: float, rounds: int) -> dict[str, Any]:
     """This thread computes on core 0; the exchange, its link and the other site run on core 1."""
+    sys.setswitchinterval(SWITCH_S)
     with pair(SMALL_MIB) as (near, pipe):
         ask(pipe, "pin", 1)
         for thread in os.listdir("/proc/self/task"):

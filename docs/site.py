@@ -60,7 +60,7 @@ def fields_of(kind: type) -> list[tuple[str, str, str, str]]:
                 default = "" if node.value is None else f"`{_default(node.value)}`"
                 end = rows[(node.end_lineno or 1) - 1]
                 comment = end.rpartition("  # ")[2] if "  # " in end else ""
-                found.append((node.target.id, type_.replace("|", "\\|"), default, _cell(comment)))
+                found.append((node.target.id, type_, default, _cell(comment)))
     return found
 
 
@@ -112,10 +112,10 @@ def _command_line() -> str:
 def _commands(command: Any, name: str, parent: Any, parts: list[str]) -> None:
     """The help of a command and of those below it."""
     context = command.make_context(name, [], parent=parent, resilient_parsing=True)
-    context.terminal_width = context.max_content_width = 100
-    parts += [f"## {name}", f"```\n{command.get_help(context)}\n```"]
+    context.terminal_width = 80
+    parts += [f"## {context.command_path}", f"```\n{command.get_help(context)}\n```"]
     for each in getattr(command, "commands", {}).values():
-        _commands(each, f"{name} {each.name}", context, parts)
+        _commands(each, each.name, context, parts)
 
 
 def _changes() -> str:

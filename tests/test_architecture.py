@@ -49,9 +49,10 @@ LAYERS = {
     "new_data": 12,
     "engine": 12,
     "report": 13,
-    "cli": 14,
-    "__init__": 15,
-    "__main__": 16,
+    "doctor": 14,
+    "cli": 15,
+    "__init__": 16,
+    "__main__": 17,
 }
 ENGINE = {  # inside engine/, from what all share to what drives
     "plan": 0,
@@ -61,6 +62,7 @@ ENGINE = {  # inside engine/, from what all share to what drives
     "checkpoint": 1,
     "divergence": 1,
     "interrupt": 0,
+    "pace": 0,
     "speeds": 0,
     "spending": 0,
     "threads": 0,

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adp2sgd import tree
+
 AUTOCAST: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """`Config.precision` → the type that layers run in; weights, sums, noise and updates stay as they are."""
 
@@ -85,7 +87,8 @@ def move(rows: Tensor, device: torch.device) -> Tensor:
 
 
 class CapturedGraphs:
-    """`work(*tensors)` as CUDA graphs, one for each shape of its tensors: hundreds of kernels by one launch.
+    """`work(*given)` as CUDA graphs, one for each shape of what it is given (tensors or trees): hundreds of kernels
+    by one launch.
 
     `work` may only touch memory that stays where it is, and must do the same at every call. A shape is captured once
     it has come `SETTLED` times; on a CPU, for further shapes after `MOST_GRAPHS`, and where capturing fails, `work`
@@ -95,30 +98,33 @@ class CapturedGraphs:
     def __init__(self, work: Callable[..., Any]) -> None:
         self._work = work
         self._seen: Counter[Any] = Counter()
-        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any]] = {}
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, tuple[Any, ...], Any]] = {}
         self._pool: Any = None
         self._failed = False
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        if not tensors[0].is_cuda or self._failed:
-            return self._work(*tensors)
-        with torch.cuda.device(tensors[0].device):  # on another one the captured graph would be empty
-            return self._replayed(tensors)
+    def __call__(self, *given: Any) -> Any:
+        first = tree.tensors(given[0])[0]
+        if not first.is_cuda or self._failed:
+            return self._work(*given)
+        with torch.cuda.device(first.device):  # on another one the captured graph would be empty
+            return self._replayed(given)
 
-    def _replayed(self, tensors: tuple[Tensor, ...]) -> Any:
+    def _replayed(self, trees: tuple[Any, ...]) -> Any:
+        tensors = [tensor for part in trees for tensor in tree.tensors(part)]
         shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if shape not in self._graphs:
             self._seen[shape] += 1
-            if self._seen[shape] <= SETTLED or len(self._graphs) >= MOST_GRAPHS or not self._capture(shape, tensors):
-                return self._work(*tensors)
+            if self._seen[shape] <= SETTLED or len(self._graphs) >= MOST_GRAPHS or not self._capture(shape, trees):
+                return self._work(*trees)
         graph, given, result = self._graphs[shape]
-        for place, tensor in zip(given, tensors, strict=True):
+        places = [place for part in given for place in tree.tensors(part)]
+        for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor)
         graph.replay()
         return result
 
-    def _capture(self, shape: Any, tensors: tuple[Tensor, ...]) -> bool:
-        given = tuple(tensor.clone() for tensor in tensors)
+    def _capture(self, shape: Any, trees: tuple[Any, ...]) -> bool:
+        given = tuple(tree.each(Tensor.clone, part) for part in trees)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._pool = self._pool or torch.cuda.graph_pool_handle()  # one after the other, they share their memory
         try:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # reading a run needs no PyTorch, which takes seconds to load
 
 EVENTS = "events.jsonl"
 SCRATCH = "adp2sgd-scratch-"  # begins the name of the folder of a run that nobody keeps
+SESSION, SIMULATION = "session.json", "simulation.safetensors"  # what `train` and `simulate` continue from
 RESULT, BEFORE = "result.json", "result.before.json"  # of the run, and of what it extends
 STATUS = "status.json"
 
@@ -213,7 +214,7 @@ class Folder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes from running here; the kernel frees the folder if this one is killed."""
+        """Lock the folder against other runs. The kernel releases the lock if this process is killed."""
         with (self.path / "config.toml").open("rb") as file:
             try:
                 if not _locked(file.fileno()):
@@ -232,6 +233,12 @@ class Folder:
         with suppress(ImportError, OSError), (self.path / "config.toml").open("rb") as file:
             return not files.lock(file.fileno(), shared=True)
         return False
+
+    @property
+    def unstarted(self) -> bool:
+        """Whether its run was killed before it left anything to continue from."""
+        left = (SESSION, SIMULATION, RESULT, BEFORE)
+        return not any((self.path / name).exists() for name in left)
 
     @property
     def settings(self) -> config.Config:
@@ -320,7 +327,7 @@ class Folder:
 
     @contextmanager
     def telling_of_full_disks(self) -> Iterator[None]:
-        """What the system refuses to write ends the run in one line; the last checkpoint stays whole."""
+        """An error of the file system ends the run with one line. The last checkpoint stays whole."""
         try:
             yield
         except OSError as error:

@@ -60,6 +60,11 @@ def take(inputs: Inputs, which: Tensor | slice) -> Inputs:
     return each(lambda part: part[which], inputs)
 
 
+def split(inputs: Inputs, count: int) -> list[Inputs]:
+    """The records in runs of `count`."""
+    return [take(inputs, slice(start, start + count)) for start in range(0, rows(inputs), count)]
+
+
 def size(inputs: Inputs) -> int:
     """Bytes of all tensors."""
     return sum(part.numel() * part.element_size() for part in tensors(inputs))

@@ -108,3 +108,32 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         init_from=str(tmp_path / "first"), privacy=Privacy(mode="private", noise_multiplier=2.0, delta=1e-4)
     )
     assert any("begins with the model of init_from" in note for note in prepare(private).notes)
+
+
+@pytest.mark.parametrize("engine", [simulate, pytest.param(train, marks=pytest.mark.processes)])
+def test_a_run_that_was_killed_before_it_left_anything_begins_anew(engine: Any, tmp_path: Path) -> None:
+    Folder.create(tmp_path / "run", SHORT)  # and SIGTERM, as its first learner was made
+    run = engine(SHORT, tmp_path / "run", resume=True)
+    assert run.epochs == pytest.approx(2, abs=0.2)
+    assert read_result(tmp_path / "run") == run
+
+
+def test_a_checkpoint_is_also_due_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SHORT.replace(checkpoint_every=0, checkpoint_every_s=1e-6)
+    kept: list[bool] = []
+    path = tmp_path / "run/simulation.safetensors"
+    simulate(settings, tmp_path / "run", on_status=lambda _: kept.append(path.exists()))
+    assert kept[-1]
+    simulate(settings.replace(checkpoint_every_s=0), tmp_path / "other", on_status=lambda _: kept.append(path.exists()))
+    assert not kept[-1]
+
+
+def test_a_result_says_that_nothing_was_learned_or_that_the_models_differ() -> None:
+    still = SHORT.replace(optimizer=Optimizer(lr=1e-9), epochs=0.5)
+    assert any("no better than always answering" in note for note in simulate(still).notes)
+    assert not simulate(SHORT).notes
+    wild = Config(
+        task="quadratic", learners=4, epochs=2, batch_size=8, seed=1, device="cpu", optimizer=Optimizer(lr=4.0),
+        options={"records": 200, "dimension": 3},
+    )  # fmt: skip
+    assert any("the learners' models do not agree" in note for note in simulate(wild).notes)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from adp2sgd import simulate
 from adp2sgd.config import Speeds
 from adp2sgd.report.browser import find_browser
 from adp2sgd.report.colours import THEMES
@@ -161,6 +162,28 @@ def test_figures_can_be_downloaded_hovered_and_zoomed(browser: Any, report: str,
         page.click("#figure-steps-1 summary")
         assert page.locator("#figure-steps-1 tbody tr").count() == 4
         assert visit.said == []
+
+
+def test_nothing_can_be_sent_to_the_maker_of_the_charts(browser: Any, report: str, tmp_path: Path) -> None:
+    """plotly.js has a button that uploads a figure; neither the page nor a notebook's figure shows it."""
+    with Visit(browser, report) as visit:
+        visit.page.hover("#plot-loss-epoch")
+        names = visit.page.evaluate("[...document.querySelectorAll('.modebar-btn')].map(e => e.dataset.title)")
+        assert set(names) == {"Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"}
+        refused = visit.page.evaluate("""new Promise(answer => {
+            document.addEventListener('securitypolicyviolation', event => answer(event.violatedDirective));
+            fetch('https://example.org/').catch(() => setTimeout(() => answer('nobody'), 1000));
+        })""")
+        assert refused == "connect-src"
+    figure = simulate(SMALL.replace(epochs=1)).plot()["Steps per learner"]
+    figure.write_html(tmp_path / "figure.html")  # as a notebook shows it, with plotly's own settings
+    page = browser.new_page()
+    page.goto((tmp_path / "figure.html").as_uri())
+    page.wait_for_selector(".modebar-btn", state="attached")
+    names = page.evaluate("[...document.querySelectorAll('.modebar-btn')].map(e => e.dataset.title)")
+    page.close()
+    assert "Zoom" in names
+    assert not [name for name in names if "share" in name.lower()]
 
 
 def ranges(page: Any, figure: str) -> list[float]:

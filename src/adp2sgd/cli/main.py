@@ -17,6 +17,7 @@ import typer
 from adp2sgd.cli import inspect, model, training
 from adp2sgd.cli.certs import certs
 from adp2sgd.cli.check import check
+from adp2sgd.cli.doctor import doctor
 from adp2sgd.cli.init import init
 from adp2sgd.cli.options import Json
 from adp2sgd.cli.privacy import privacy
@@ -135,6 +136,7 @@ VERBS: tuple[tuple[str, Callable[..., None], str, str], ...] = (  # name, functi
         "Show how private gradients of each layer are taken.",
         "experiments/cifar10_cnn_private.toml",
     ),
+    ("doctor", doctor, "Try what runs need on this machine.", ""),
 )
 for verb, function, summary, example in VERBS:
     app.command(verb, short_help=summary, epilog=f"Example: adp2sgd {verb} {example}".rstrip())(function)

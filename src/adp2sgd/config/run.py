@@ -46,7 +46,8 @@ class Config(Section):
     precision: str = "float32"  # bfloat16: layers run in it, and fast kernels are used; sums and noise stay as they are
     compile: bool = False  # on a GPU, outside private mode: layers fused by torch.compile, after a minute's wait
     evaluate_every: float = 1.0  # epochs
-    checkpoint_every: float = 5.0  # epochs; 0: only when interrupted
+    checkpoint_every: float = 5.0  # epochs; 0: not by epochs
+    checkpoint_every_s: float = 60.0  # real seconds; 0: not by time. Both 0: only when interrupted
     init_from: str | None = None  # a run's folder or a safetensors file, whose model all learners begin with
     options: Mapping[str, Any] = field(default_factory=dict)  # passed to the task's function
     topology: Topology = field(default_factory=Topology)
@@ -66,6 +67,7 @@ class Config(Section):
         require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "use 0 or more, below 2^63")
         require(self.evaluate_every > 0, "evaluate_every", self.evaluate_every, "use a positive number of epochs")
         require(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "use 0 or more epochs")
+        require(self.checkpoint_every_s >= 0, "checkpoint_every_s", self.checkpoint_every_s, "use 0 or more seconds")
         require(
             self.speeds.kind != "one-slow" or 0 <= self.speeds.learner < self.learners,
             "speeds.learner",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,9 +14,10 @@ from adp2sgd import model_folder
 from adp2sgd.config import Config
 from adp2sgd.engine.budgets import new_ledgers
 from adp2sgd.engine.compute import Compute
-from adp2sgd.engine.evaluate import Figures, HeldOut
+from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan
 from adp2sgd.engine.status import Counters
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL, Guarantee
 from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run, versions
@@ -96,6 +98,8 @@ def finish(
             *setup.notes,
             *setup.held_out.notes,
             *_stopped(setup.plan, last.epoch, stopped),
+            *_apart(last.consensus, theta),
+            *_at_chance(last.metrics.get("accuracy"), setup.task),
             *_capped(learners, setup.site_names, whole=last.global_steps >= setup.plan.target_steps),
             *new_ledgers(config, [each.budget for each in learners if each.budget is not None]),
         ),
@@ -109,6 +113,30 @@ def _stopped(plan: Plan, epoch: float, why: str | None) -> list[str]:
         return []
     cap = "; when it ended depended on what was seen, so the guarantee is ε at the cap" if plan.private else ""
     return [f"a callback stopped the run at epoch {epoch:.2f} of {plan.config.epochs:g} ({why}){cap}"]
+
+
+def _apart(consensus: float, theta: Tensor) -> list[str]:
+    """A note where the learners' models are further from θ than θ is from 0."""
+    if consensus <= max(1.0, float(theta.double().square().sum())):
+        return []
+    return [
+        f"the learners' models do not agree: their mean squared distance from θ is {consensus:.3g}, more than θ's own "
+        "size; lower optimizer.lr, or let learners exchange more often (topology.graph, topology.exchanges)"
+    ]
+
+
+def _at_chance(accuracy: float | None, task: Task) -> list[str]:
+    """A note where always answering the most frequent class would be as good, within a standard error."""
+    labels = task.test.labels()
+    if accuracy is None or labels is None or labels.is_floating_point() or labels.dim() != 1:
+        return []
+    share = float(labels.unique(return_counts=True)[1].max()) / len(labels)
+    if accuracy > share + math.sqrt(share * (1 - share) / len(labels)):
+        return []
+    return [
+        f"an accuracy of {accuracy:.3f} is no better than always answering the most frequent class; train longer or "
+        "change optimizer.lr, and in private mode use more records or a larger privacy.epsilon"
+    ]
 
 
 def learner_result(
@@ -128,8 +156,8 @@ def learner_result(
 
 
 def _capped(learners: Sequence[Accounted], names: Sequence[str | None], *, whole: bool) -> list[str]:
-    """Who trained no more from some step on: with uneven speeds the fast learners, to the surprise of many. In a
-    `whole` run where all have taken the last step that they may, they have simply finished."""
+    """A note on the learners that reached their cap: with uneven speeds, the fast ones. There is none for a `whole` run
+    in which all learners reached it, because that is how such a run ends."""
     ended = [each.budget is not None and each.budget.steps >= each.budget.plan.max_steps for each in learners]
     at = [names[each.number] or str(each.number) for each, done in zip(learners, ended, strict=True) if done]
     if not at or (whole and len(at) == len(learners)):
@@ -143,7 +171,7 @@ def _capped(learners: Sequence[Accounted], names: Sequence[str | None], *, whole
 
 def _guarantee(learners: Sequence[Accounted], *, at_cap: bool) -> Guarantee | None:
     """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
-    spent, and the largest that was. `at_cap`: a run whose end was chosen counts as if it had spent all that it may."""
+    spent, and the largest that was. `at_cap`: a run that was stopped counts as having spent all that it may."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
     if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
         return None

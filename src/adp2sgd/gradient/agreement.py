@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from adp2sgd import tree
 from adp2sgd.errors import PrivacyError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import FADES
@@ -21,6 +22,7 @@ from adp2sgd.gradient.loop import Loop
 from adp2sgd.gradient.proof import synthetic
 from adp2sgd.privacy.checks import without_dropout
 from adp2sgd.task import Loss
+from adp2sgd.tree import Inputs
 
 PROBE_RECORDS = 4  # none of them its own mirror image
 
@@ -28,7 +30,7 @@ Kind = Callable[[FlatModel, Loss], Clipper]
 
 
 def objection(
-    kind: Kind, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, *, copies: int, sizes: Iterable[int]
+    kind: Kind, model: FlatModel, loss: Loss, x: Inputs, y: Tensor, *, copies: int, sizes: Iterable[int]
 ) -> str:  # fmt: skip
     """Why this kind of clipper cannot be used; empty if it agrees with the loop on `PROBE_RECORDS` records `x` and `y`,
     and on batches of `sizes` records made of them.
@@ -44,7 +46,7 @@ def objection(
             return f"the model cannot be copied ({str(error).splitlines()[0]})"
         # Layers that start at zero would hide what lies behind them.
         twin.weights.add_(synthetic(twin.weights, len(twin.weights)).sub_(0.5), alpha=0.02)
-        inputs, targets = (t.to(dtype) if t.is_floating_point() else t for t in (x, y))
+        inputs, targets = (tree.each(partial(_wide, dtype=dtype), t) for t in (x, y))
         alone = Loop(twin, unlike, copies=copies)
         try:
             with WithoutDropout():
@@ -66,28 +68,28 @@ def objection(
 
 
 def _compared(
-    clipper: Any, parts: list[Clipped], inputs: Tensor, targets: Tensor, clip: float, sizes: Iterable[int],
+    clipper: Any, parts: list[Clipped], inputs: Inputs, targets: Tensor, clip: float, sizes: Iterable[int],
     tolerance: float,
 ) -> str:  # fmt: skip
     """Unclipped sums do not tell whose gradient a part is; so losses of different size are clipped to one norm, and
     every parameter is compared by itself."""
-    copies = len(inputs) // len(parts)
+    copies = len(targets) // len(parts)
     for size in (len(parts), *sizes):
         picked = torch.arange(size)
         if size != len(parts):  # an order that no permutation of the batch repeats
             picked = torch.randint(0, len(parts), (size,), generator=Generator().manual_seed(size))
-        rows = (picked[:, None] * copies + torch.arange(copies)).flatten().to(inputs.device)
+        rows = (picked[:, None] * copies + torch.arange(copies)).flatten().to(targets.device)
         total = sum((parts[i].total for i in picked.tolist()), torch.zeros_like(parts[0].total))
         expected = Clipped(total, torch.cat([parts[i].norms for i in picked.tolist()]))
         with WithoutDropout():
-            found = clipper.clipped_sum(inputs[rows], targets[rows], clip)
+            found = clipper.clipped_sum(tree.take(inputs, rows), targets[rows], clip)
         if not agree(clipper.model, found, expected, tolerance):
             return "a record's gradient in a batch differs from its gradient alone"
     return ""
 
 
 def drift(
-    kind: Kind, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, *, copies: int, sizes: Iterable[int]
+    kind: Kind, model: FlatModel, loss: Loss, x: Inputs, y: Tensor, *, copies: int, sizes: Iterable[int]
 ) -> float:  # fmt: skip
     """How far rounding moves a record's share of the clipped sum with the size of its batch, at the present weights.
 
@@ -95,7 +97,7 @@ def drift(
     itself, in the model's own type. Infinite where that cannot be told: no gradient, or one that is not finite.
     """
     found = []
-    with WithoutDropout(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+    with WithoutDropout(), torch.random.fork_rng([y.device] if y.is_cuda else []):
         try:
             twin = FlatModel(without_dropout(copy.deepcopy(model.module).train()), model.device)
             alone, together = Loop(twin, loss, copies=copies), kind(twin, loss)
@@ -106,7 +108,7 @@ def drift(
                     return math.inf
                 moved = 0.0
                 for size in sizes:
-                    batch = (t.repeat(size, *[1] * (t.dim() - 1)) for t in rows)
+                    batch = (tree.joined([part] * size) for part in rows)
                     mean = together.clipped_sum(*batch, clip).total.double() / size
                     moved = max(moved, float(torch.linalg.vector_norm(mean - whole.total / 2)) / clip)
                 found.append(moved)
@@ -115,11 +117,15 @@ def drift(
     return float(torch.tensor(found).nan_to_num(math.inf).median())
 
 
-def _records(inputs: Tensor, targets: Tensor, copies: int) -> Iterable[tuple[Tensor, Tensor]]:
-    return zip(inputs.split(copies), targets.split(copies), strict=True)
+def _records(inputs: Inputs, targets: Tensor, copies: int) -> Iterable[tuple[Inputs, Tensor]]:
+    return zip(tree.split(inputs, copies), targets.split(copies), strict=True)
 
 
-def _unlike(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+def _wide(part: Tensor, dtype: torch.dtype) -> Tensor:
+    return part.to(dtype) if part.is_floating_point() else part
+
+
+def _unlike(loss: Loss, outputs: Any, targets: Tensor) -> Tensor:
     """The loss, in an own size for each row: by its value, since the loop sees one record at a time."""
     losses = loss(outputs, targets)
     return losses * (1 + (losses.detach() * 1e3).sin().square() * 3)

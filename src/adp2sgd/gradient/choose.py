@@ -25,6 +25,7 @@ from adp2sgd.gradient.range import WeightRange
 from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.privacy.checks import refuse_batchnorm, without_dropout
 from adp2sgd.task import Loss
+from adp2sgd.tree import Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Automatic:
         self.range: WeightRange | None = None
         self.reason, self.told = "", False
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
+    def clipped_sum(self, inputs: Inputs, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """See `Clipper.clipped_sum`. A pass that is not proven to keep its records apart is taken record by record."""
         if self.chosen is None:
             self.settle(inputs, targets)
@@ -93,7 +94,7 @@ class Automatic:
             self._say_once("some batches are taken in a way that is not proven to keep records apart")
             return self.loop.clipped_sum(inputs, targets, clip_norm, records)
 
-    def settle(self, inputs: Tensor, targets: Tensor) -> None:
+    def settle(self, inputs: Inputs, targets: Tensor) -> None:
         """Choose at the present weights, for good."""
         self.chosen = self.choose(inputs, targets)
         if self.chosen is not self.loop:
@@ -103,7 +104,7 @@ class Automatic:
             later = partial(probe, sizes=(7, 16, self.bookkeeping.most))
             self.range = WeightRange(self.model, later, at_first=probe(sizes=(7,)))
 
-    def choose(self, inputs: Tensor, targets: Tensor) -> Clipper:
+    def choose(self, inputs: Inputs, targets: Tensor) -> Clipper:
         """The first clipper that agrees with the loop on synthetic records; only shape and type of these are used."""
         refuse_batchnorm(self.model.module)
         x, y = (synthetic(like, PROBE_RECORDS * self.copies) for like in (inputs, targets))
@@ -120,14 +121,14 @@ class Automatic:
             self.reason = self.reason or reason
         return self._say(self.loop, self.reason)
 
-    def _objection(self, clipper: BookKeeping | Functional, x: Tensor, y: Tensor) -> str:
+    def _objection(self, clipper: BookKeeping | Functional, x: Inputs, y: Tensor) -> str:
         """Code that is not torch's or this package's is also run in batches of an odd size and of the largest."""
         model, loss = self.model, self.loop.loss
         sizes = () if known(model.module, loss) else (7, max(8, self.bookkeeping.most))
         kind = partial(type(clipper), copies=self.copies)
         return objection(kind, model, loss, x, y, copies=self.copies, sizes=sizes)
 
-    def _trial(self, x: Tensor, y: Tensor) -> str:
+    def _trial(self, x: Inputs, y: Tensor) -> str:
         """Why book-keeping fails in the type, layout and size that steps have; else empty, and it knows how many
         records it may take at once: what fits in half of the free memory, if one needs twice what is recorded of it."""
         own = self.bookkeeping
@@ -137,7 +138,7 @@ class Automatic:
             own.prove(x, y)
             held = self._pass(clipper, x, y)
             if self.piece is None:
-                own.piece = max(1, free_bytes(x.device) // 2 // max(1, 2 * held * self.copies // len(x)))
+                own.piece = max(1, free_bytes(y.device) // 2 // max(1, 2 * held * self.copies // len(y)))
             if own.most > PROBE_RECORDS:  # a model may take larger batches in parts
                 self._pass(clipper, *(synthetic(like, own.most * self.copies) for like in (x, y)))
         except PrivacyError:
@@ -146,13 +147,13 @@ class Automatic:
             return str(error).split("\n")[0]
         return ""
 
-    def _pass(self, clipper: BookKeeping, x: Tensor, y: Tensor) -> int:
+    def _pass(self, clipper: BookKeeping, x: Inputs, y: Tensor) -> int:
         """Bytes that are recorded of one whole pass."""
         with WithoutDropout():
             tape = clipper.taped(self.bookkeeping.laid_out(x), y)
         with torch.no_grad():
             tape.finish()
-            dict(tape.weighted(torch.ones(len(x) // self.copies, device=x.device)))
+            dict(tape.weighted(torch.ones(len(y) // self.copies, device=y.device)))
         return tape.held
 
     def _say_once(self, reason: str) -> None:
@@ -167,7 +168,7 @@ class Automatic:
 
 
 def explain(
-    model: FlatModel, loss: Loss, inputs: Tensor, targets: Tensor, *, copies: int = 1,
+    model: FlatModel, loss: Loss, inputs: Inputs, targets: Tensor, *, copies: int = 1,
     autocast: torch.dtype | None = None,
 ) -> list[Row]:  # fmt: skip
     """For each layer the rule that `auto` uses on a batch of this shape and type, and why."""
@@ -181,7 +182,7 @@ def explain(
             Row(layer=name, parameters=n, rule=type(chosen).__name__.lower(), why=clipper.reason)
             for name, n in sizes.items()
         ]
-    inputs, targets = (synthetic(like, len(like)) for like in (inputs, targets))
+    inputs, targets = (synthetic(like, len(targets)) for like in (inputs, targets))
     tape = clipper.bookkeeping.taped(clipper.bookkeeping.laid_out(inputs), targets)
     with torch.no_grad():
         tape.finish()

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from adp2sgd.tree import Inputs
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Clipped:
@@ -21,7 +23,7 @@ class Clipped:
 class Clipper(Protocol):
     """Built once for a `FlatModel` and a per-record loss; reads the model's current weights at each call."""
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
+    def clipped_sum(self, inputs: Inputs, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """Guarantee: adding or removing one record moves `total` by at most `clip_norm` in L2 norm.
 
         A record whose gradient is not finite contributes zero. An empty batch gives zero. The model's `grad` vector

@@ -11,6 +11,7 @@ from torch._ops import OperatorBase, OpOverloadPacket
 from torch.func import functional_call, grad, vmap
 from torch.overrides import TorchFunctionMode
 
+from adp2sgd import tree
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import AT_ONCE, clip_factors, finite_or_infinite
 from adp2sgd.gradient.clipper import Clipped
@@ -19,6 +20,7 @@ from adp2sgd.gradient.rounding import squares
 from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.gradient.state import Memory
 from adp2sgd.task import Loss
+from adp2sgd.tree import Inputs
 
 CHUNK_BYTES = 1 << 30
 
@@ -36,15 +38,15 @@ class Functional:
         self._memory = Memory(model.module, loss)
         self.chunk = min(AT_ONCE[model.device.type], max(1, CHUNK_BYTES // max(1, 3 * size)))
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
+    def clipped_sum(self, inputs: Inputs, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """See `Clipper.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         dtype = self.model.weights.dtype
         refuse_hooks(self.model.module, self.model.module.parameters())
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
         norms = [self.model.weights.new_zeros(0)]
         rows = self.chunk * self.copies
-        for start in range(0, len(inputs), rows):
-            x, y = inputs[start : start + rows].clone(), targets[start : start + rows].clone()
+        for start in range(0, len(targets), rows):
+            x, y = (tree.each(Tensor.clone, tree.take(t, slice(start, start + rows))) for t in (inputs, targets))
             with self._memory.kept(), eager(), Mapped():
                 gradients = self._gradients(x, y)
             norms.append(finite_or_infinite(sum((squares(g) for g in gradients.values()), total.new_zeros(1)), dtype))
@@ -58,7 +60,7 @@ class Functional:
                 views[name].add_(torch.mv(safe.reshape(len(safe), -1).t(), factors).view(safe.shape[1:]))
         return Clipped(total, torch.cat(norms))
 
-    def _gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def _gradients(self, inputs: Inputs, targets: Tensor) -> dict[str, Tensor]:
         module = self.model.module
         trained = {piece.name for piece in self.model.slices}
         parameters = {k: v.detach() for k, v in module.named_parameters() if k in trained}
@@ -66,11 +68,13 @@ class Functional:
             module.named_buffers()
         )
 
-        def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return self.loss(functional_call(module, (parameters, frozen), (x,)), y).mean()
+        def loss(parameters: dict[str, Tensor], x: Inputs, y: Tensor) -> Tensor:
+            def run(*args: Any, **named: Any) -> Any:
+                return functional_call(module, (parameters, frozen), args, named)
 
-        x = inputs.unflatten(0, (-1, self.copies))
-        y = targets.unflatten(0, (-1, self.copies))
+            return self.loss(tree.call(run, x), y).mean()
+
+        x, y = (tree.each(lambda part: part.unflatten(0, (-1, self.copies)), t) for t in (inputs, targets))
         gradients: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(parameters, x, y)
         return gradients
 

@@ -28,6 +28,34 @@ def linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return tape.run(layers.LinearLayer(tape.n, _plain(w), _plain_or_none(b), emit, emit_bias), x)
 
 
+def turned_linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input · weight + bias: the weight is [inputs, outputs], as in GPT-2."""
+    if bias is not None and bias.dim() != 1:
+        raise UnsupportedError("addmm of a matrix that is added has no rule")
+    emit, emit_bias = tape.emitter(weight), tape.emitter(bias)
+    x, w, b = _cast(input, weight, bias)
+    return tape.run(layers.LinearLayer(tape.n, _plain(w), _plain_or_none(b), emit, emit_bias, turned=True), x)
+
+
+def rms_norm(
+    tape: Tape, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    emit = tape.emitter(weight)
+    normal = F.rms_norm(_full(input), normalized_shape, None if emit else weight, eps)
+    if not emit:
+        return normal
+    return tape.run(layers.ScaleLayer(tape.n, _plain(weight), emit), normal)  # type: ignore[arg-type]
+
+
+def instance_norm(
+    tape: Tape, input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    if running_mean is not None or running_var is not None or not use_input_stats:
+        raise UnsupportedError("instance_norm with running statistics has no rule")
+    return group_norm(tape, input, input.shape[1], weight, bias, eps)
+
+
 def convolution(
     tape: Tape,
     axes: int,
@@ -193,11 +221,17 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.conv3d: lambda tape, *a, **k: convolution(tape, 3, *a, **k),
     F.group_norm: group_norm,
     F.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    F.instance_norm: instance_norm,
     F.embedding: embedding,
     F.batch_norm: batch_norm,
     F.multi_head_attention_forward: attention,
     torch.lstm: lstm,
 }
+
+
+SHARING = (F.embedding, F.linear, F.layer_norm)
+"""Layers that may also read constants and parameters alone: their result is then computed once for all records."""
 
 
 def _each(value: Any, axes: int) -> tuple[int, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -67,6 +68,29 @@ def eager() -> AbstractContextManager[Any]:
         return nullcontext()
     context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return context
+
+
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """Models of `transformers` use every mask that they are given. Else they would leave one out where no record of the
+    batch has padding, so that one record would change the kernels that others are taken by."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is not None and getattr(masking.is_tracing, "__module__", "") != __name__:
+        masking.is_tracing = partial(_traced, masking.is_tracing)
+        masking.is_tracing.__module__ = __name__
+    _PASS.masks, before = True, getattr(_PASS, "masks", False)
+    try:
+        yield
+    finally:
+        _PASS.masks = before
+
+
+_PASS = threading.local()
+
+
+def _traced(asked: Callable[..., bool], tensor: Any = None) -> bool:
+    """What `transformers` asks before it reads the values of a mask; the answer while a graph is traced is "no"."""
+    return getattr(_PASS, "masks", False) or asked(tensor)
 
 
 def known(module: nn.Module, loss: Callable[..., Any]) -> bool:

@@ -149,8 +149,12 @@ def made(site: Site) -> Rows:
     return UNIFORM
 
 
+NOTHING = (0,)
+"""The shape of an empty tensor, which `cat` passes over (a cache of attention starts with one)."""
+
+
 def joined(site: Site) -> Rows:
-    axis, parts = site.get(1, "dim", site.kwargs.get("axis", 0)), site.tensors
+    axis, parts = site.get(1, "dim", site.kwargs.get("axis", 0)), [v for v in site.tensors if v.shape != NOTHING]
     if type(axis) is not int or any(v.rows is None or v.axis != parts[0].axis for v in parts):
         raise site.refusal()
     along_records = site.name != "stack" and axis % len(parts[0].shape) == parts[0].axis
@@ -210,6 +214,8 @@ def _letter(term: str, value: Value) -> str | None:
 
 def attention(site: Site) -> Rows:
     """`scaled_dot_product_attention`: records lie along axes in front of the last two."""
+    if site.attributed and not site.first.in_front:
+        raise site.refusal("with a trained mask has no rule where the records do not lie in front")
     return aligned(site, site.out, site.tensors, least=3)
 
 
@@ -248,8 +254,31 @@ def _picked(site: Site) -> int:
     return after
 
 
+def numbered(site: Site) -> Rows:
+    """`arange` over the rows of the batch."""
+    if len(site.args) != 1 or not isinstance(site.args[0], Scaled):
+        raise site.refusal("of records is not known to keep them apart")
+    return Rows(1, site.args[0].per_record)
+
+
+def _own(site: Site, index: Any) -> Rows:
+    """Every row of a batch, picked by its own number; along other axes, by constants: `mask[numbers, places]`."""
+    numbers, *others = index if type(index) is tuple else (index,)
+    batch, rows = site.first, numbers.rows
+    fits = batch.in_front and batch.rows == rows and batch.shape[0] == numbers.shape[numbers.axis] and not batch.index
+    constants = all(isinstance(part, Value) and part.rows is None for part in others)
+    if not fits or not constants or any(size != 1 for size in numbers.shape if not isinstance(size, Scaled)):
+        raise site.refusal("by a tensor or a list may mix the records of a batch")
+    return rows
+
+
 def getitem(site: Site) -> Rows:
     index = site.args[1]
+    first = index[0] if type(index) is tuple and index else index
+    if isinstance(first, Value) and first.index:
+        return _own(site, index)
+    if any(value.index for value in site.tensors[1:]):
+        raise site.refusal("by a tensor or a list may mix the records of a batch")
     if site.first.rows is None:  # a table that records look something up in
         if not isinstance(index, Value) or index.rows is None:
             raise site.refusal()
@@ -291,7 +320,7 @@ def image_layer(site: Site) -> Rows:
 def instance_norm(site: Site) -> Rows:
     if site.get(1, "running_mean") is not None:
         raise site.refusal("keeps statistics of batches")
-    return batch_first(site)
+    return _recorded(site, batch_first(site))
 
 
 def _recorded(site: Site, rows: Rows) -> Rows:
@@ -334,6 +363,7 @@ def alone(site: Site) -> Rows:
 
 RULES: dict[Any, Rule] = (
     dict.fromkeys(words.ALONE, alone)
+    | {torch.arange: numbered}
     | dict.fromkeys(words.ELEMENTWISE, elementwise)
     | dict.fromkeys(words.functions("type_as bucketize"), of_first)
     | dict.fromkeys(words.ALONG, along)

@@ -45,10 +45,15 @@ class Tap(torch.autograd.Function):
 
 
 class LinearLayer:
-    """y = x wᵀ + b over the last axis of x [rows, …, d]; rows belong to `n` records, one after the other."""
+    """y = x wᵀ + b over the last axis of x [rows, …, d]; rows belong to `n` records, one after the other. `turned`: the
+    weight is [d, p], and y = x w + b."""
 
-    def __init__(self, n: int, weight: Tensor, bias: Tensor | None, emit: Emit | None, emit_bias: Emit | None) -> None:
-        self.n, self.weight, self.bias, self.emit, self.emit_bias = n, weight, bias, emit, emit_bias
+    def __init__(
+        self, n: int, weight: Tensor, bias: Tensor | None, emit: Emit | None, emit_bias: Emit | None, *,
+        turned: bool = False,
+    ) -> None:  # fmt: skip
+        self.n, self.bias, self.emit, self.emit_bias, self.turned = n, bias, emit, emit_bias, turned
+        self.weight = weight.t() if turned else weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return (F.linear(x, self.weight, self.bias),)
@@ -57,7 +62,8 @@ class LinearLayer:
         (x,) = saved
         outputs = gradient.reshape(self.n, -1, gradient.shape[-1])
         if self.emit:
-            self.emit(rules.Linear(x.reshape(self.n, -1, x.shape[-1]), outputs))
+            inputs = x.reshape(self.n, -1, x.shape[-1])
+            self.emit(rules.Linear(outputs, inputs) if self.turned else rules.Linear(inputs, outputs))
         if self.emit_bias:
             self.emit_bias(rules.Kept(outputs.sum(1, dtype=wide(outputs))))
         return gradient @ self.weight if of_input else None
@@ -180,6 +186,20 @@ class LayerNormLayer:
         )
         result: Tensor = found[0]
         return result
+
+
+class ScaleLayer:
+    """y = x · scale, over the last axes."""
+
+    def __init__(self, n: int, scale: Tensor, emit: Emit) -> None:
+        self.n, self.scale, self.emit = n, scale, emit
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x * self.scale,)
+
+    def backward(self, gradient: Tensor, saved: tuple[Tensor, ...], of_input: bool) -> Tensor | None:
+        self.emit(rules.Kept((gradient * saved[0]).reshape(self.n, -1, *self.scale.shape).sum(1)))
+        return gradient * self.scale if of_input else None
 
 
 class EmbeddingLayer:

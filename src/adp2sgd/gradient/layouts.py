@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from adp2sgd.gradient.functions import HANDLERS
+from adp2sgd.gradient.functions import HANDLERS, SHARING
 from adp2sgd.gradient.program import GIVEN, Call, Fixed, Listed, Program, Ref, Scaled
 from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.gradient.vocabulary import IN_PLACE, LENT, SPREADS, pure
@@ -28,12 +29,14 @@ several places for each record.)"""
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a tensor. `rows` is None where it holds nothing of any record."""
+    """What is known of a tensor. `rows` is None where it holds nothing of any record. `index`: it holds the numbers 0,
+    1, 2, … along the records' axis, which may pick rows of a batch and serve nothing else."""
 
     shape: tuple[Any, ...]
     rows: Rows | None = None
     trained: bool = False
     buffer: bool = False
+    index: bool = False
 
     @property
     def axis(self) -> int:
@@ -120,9 +123,16 @@ def located(
         grown = rows is None and any(value.trained for value in site.tensors)
         for ref, strides in call.changed:
             values[ref] = _changed(values[ref], strides, rows, site, dict(call.changed)[call.args[0]])
+        if grown and (site.func in SHARING or any(not v.trained and not v.buffer for v in site.tensors)):
+            program.shared |= {number}
         for output, shape in enumerate(call.shapes):
-            values[Ref(number, output)] = Value(shape, rows, trained=grown)
+            values[Ref(number, output)] = Value(shape, rows, trained=grown, index=rows is not None and _counts(site))
     return values
+
+
+def _counts(site: Site) -> bool:
+    """Whether it returns the numbers of rows, along the records' axis."""
+    return site.func is torch.arange or (site.func is Tensor.__getitem__ and site.first.index)
 
 
 def _site(call: Call, values: dict[Ref, Value], known: dict[int, Value]) -> Site:
@@ -168,6 +178,8 @@ def _rows(site: Site, rules: dict[Any, Rule]) -> Rows | None:
         raise site.refusal("is not known to keep the records of a batch apart")
     if any(count != 1 for count in axes) or not axes:
         raise site.refusal()
+    if any(value.index for value in site.tensors) and site.func is not Tensor.__getitem__:
+        raise site.refusal("reads the place of a record in its batch")
     rows = rules[site.func](site)
     if rows == UNIFORM and all(shape[Value(shape).axis] == Scaled(1) for shape in site.shapes):
         rows = Rows(1, 1)  # one place for each record can only be its own
@@ -181,7 +193,7 @@ def _rows(site: Site, rules: dict[Any, Rule]) -> Rows | None:
 def _refuse_parameters_as_records(site: Site) -> None:
     """The recorder would take rows for records, in batches whose size divides their number."""
     trained = any(value.trained for value in site.tensors)
-    if trained and site.func in HANDLERS:
+    if trained and site.func in HANDLERS and site.func not in SHARING:
         raise site.refusal("of constants and parameters alone has no rule")
     if trained and site.func in SPREADS:
         given, out = site.first.shape, site.shapes[0]

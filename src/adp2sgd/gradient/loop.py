@@ -8,12 +8,14 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from adp2sgd import tree
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.clip import clip_factors
 from adp2sgd.gradient.clipper import Clipped
 from adp2sgd.gradient.hooks import known
 from adp2sgd.gradient.state import Memory
 from adp2sgd.task import Loss
+from adp2sgd.tree import Inputs
 
 
 class Loop:
@@ -24,19 +26,17 @@ class Loop:
         self.model, self.loss, self.copies = model, loss, copies
         self._memory = Memory(model.module, loss)
 
-    def clipped_sum(self, inputs: Tensor, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
+    def clipped_sum(self, inputs: Inputs, targets: Tensor, clip_norm: float, records: int | None = None) -> Clipped:
         """See `Clipper.clipped_sum`. Rows i·copies … of the inputs are the copies of record i."""
         dtype = self.model.weights.dtype
         total = torch.zeros_like(self.model.weights, dtype=torch.float64)
         norms: list[Tensor] = []
         plain = known(self.model.module, self.loss)
         before = () if plain else tuple((vector, vector.detach().clone()) for vector in self._vectors())
-        for x, y in zip(inputs.split(self.copies), targets.split(self.copies), strict=True):
-            if not len(x):
-                continue
+        for x, y in zip(tree.split(inputs, self.copies), tree.split(targets, self.copies), strict=True):
             counts = records is None or len(norms) < records
             with nullcontext() if plain else self._kept(before):
-                gradient = self.gradient(x.clone(), y.clone())  # a layer may change them
+                gradient = self.gradient(tree.each(Tensor.clone, x), y.clone())  # a layer may change them
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             finite = torch.isfinite(norm)
             norms.append(norm.where(finite, torch.full_like(norm, float("inf"))))
@@ -44,12 +44,12 @@ class Loop:
             total.add_(safe, alpha=float(clip_factors(norm, clip_norm, dtype)))
         return Clipped(total, torch.stack(norms).to(dtype) if norms else self.model.weights.new_zeros(0))
 
-    def gradient(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def gradient(self, inputs: Inputs, targets: Tensor) -> Tensor:
         """The gradient of the mean loss over these rows, laid out like the model's weights."""
         named = dict(self.model.module.named_parameters())
         parameters = [named[piece.name] for piece in self.model.slices]
         with torch.enable_grad():
-            loss = self.loss(self.model.module(inputs), targets).mean()
+            loss = self.loss(tree.call(self.model.module, inputs), targets).mean()
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         return torch.cat([g.reshape(-1) for g in flat])

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adp2sgd import tree
 from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.gradient.vocabulary import IN_PLACE, METADATA, SIZES
+from adp2sgd.tree import Inputs
 
 TAG = "_adp2sgd_origin"
-GIVEN = -1  # the number of the call whose outputs are the inputs (0) and the targets (1)
+GIVEN = -1  # the number of the call whose outputs are the tensors of the inputs and, last, the targets
 ATOMS = (
     int, float, complex, str, type(None), EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -69,10 +71,12 @@ class Call(NamedTuple):
 
 
 class Program:
-    """`given`: the shapes of inputs and targets. `result`: the losses."""
+    """`given`: the shapes of the inputs' tensors and of the targets. `result`: the losses. `shared`: the numbers of
+    layers that read constants and parameters alone, as `layouts.prove` finds them (an embedding of positions, say)."""
 
     def __init__(self, given: tuple[tuple[Any, ...], ...], calls: tuple[Call, ...], result: Ref) -> None:
         self.given, self.calls, self.result = given, calls, result
+        self.shared: frozenset[int] = frozenset()
         self._shapes: dict[int, list[tuple[tuple[int, ...], ...]]] = {}
 
     def shapes(self, n: int) -> list[tuple[tuple[int, ...], ...]]:
@@ -86,12 +90,13 @@ class Pass:
     """One forward pass. Tensors carry the call that made them as an attribute, with their version at that time: a
     change of a tensor by code that no call shows is noticed. Tensors that share memory share their version."""
 
-    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, inputs: Inputs, targets: Tensor) -> None:
         self.at = 0
         self.versions: dict[int, tuple[Any, int]] = {}  # of memory that calls have changed; held, lest it is used again
         self.lasting: dict[int, tuple[Tensor, Ref]] = {}  # tensors of the model that calls returned as they were
-        self.given = tuple(inputs.shape), tuple(targets.shape)
-        for output, tensor in enumerate((inputs, targets)):
+        given = [*tree.tensors(inputs), targets]
+        self.given = tuple(tuple(tensor.shape) for tensor in given)
+        for output, tensor in enumerate(given):
             setattr(tensor, TAG, (self, Ref(GIVEN, output), version_of(tensor)))
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -130,6 +135,10 @@ class Pass:
             raise UnsupportedError("a tensor was changed after other parts of the model had read it")
         return ref
 
+    def shares(self, number: int | None, others: list[Tensor], n: int) -> bool:
+        """Whether a call of parameters and `others` reads constants and parameters alone."""
+        raise NotImplementedError
+
     def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
         raise NotImplementedError
 
@@ -143,11 +152,18 @@ class Pass:
 class Writer(Pass):
     """Writes a pass down."""
 
-    def __init__(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, module: nn.Module, inputs: Inputs, targets: Tensor) -> None:
         super().__init__(inputs, targets)
         self.own = {id(t) for t in (*module.parameters(), *module.buffers())}
         self.calls: list[Call] = []
-        self.made = [(inputs, Ref(GIVEN, 0)), (targets, Ref(GIVEN, 1))]  # held, lest memory is used again
+        self.of_records = {Ref(GIVEN, at) for at in range(len(self.given))}  # computed from inputs or targets
+        given = enumerate([*tree.tensors(inputs), targets])
+        self.made = [(tensor, Ref(GIVEN, at)) for at, tensor in given]  # held, lest memory is used again
+
+    def shares(self, number: int | None, others: list[Tensor], n: int) -> bool:
+        """Nothing is proven yet, and only the shape of the result is of interest."""
+        of_records = any(self.ref(other) in self.of_records for other in others)
+        return bool(others) and not of_records and all(other.dim() == 0 or len(other) % n for other in others)
 
     def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
         try:
@@ -158,6 +174,8 @@ class Writer(Pass):
     def _give(self, number: int, tensors: list[Tensor]) -> None:
         self.calls[number] = self.calls[number]._replace(shapes=tuple(tuple(t.shape) for t in tensors))
         self.made += [(tensor, Ref(number, output)) for output, tensor in enumerate(tensors)]
+        if not self.of_records.isdisjoint(_refs((self.calls[number].args, self.calls[number].named))):
+            self.of_records |= {Ref(number, output) for output in range(len(tensors))}
 
     def _change(self, number: int, tensor: Tensor) -> None:
         shared = tuple((ref, other.stride()) for other, ref in self.made if _memory(other) == _memory(tensor))
@@ -180,9 +198,12 @@ class Writer(Pass):
 class Follower(Pass):
     """Compares a pass over `n` records with a program; raises `UnsupportedError` at the first difference."""
 
-    def __init__(self, program: Program, inputs: Tensor, targets: Tensor, n: int) -> None:
+    def __init__(self, program: Program, inputs: Inputs, targets: Tensor, n: int) -> None:
         super().__init__(inputs, targets)
         self.program, self.n, self.shapes = program, n, program.shapes(n)
+
+    def shares(self, number: int | None, others: list[Tensor], n: int) -> bool:
+        return number in self.program.shared
 
     def _take(self, func: Callable[..., Any], args: tuple[Any, ...], named: tuple[Any, ...]) -> None:
         call = self.program.calls[self.at] if self.at < len(self.program.calls) else None
@@ -278,6 +299,14 @@ def _memory(tensor: Tensor) -> int:
 
 def _equal(a: Any, b: Any) -> bool:
     return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+
+
+def _refs(pattern: Any) -> Iterable[Ref]:
+    if type(pattern) is Ref:
+        yield pattern
+    elif type(pattern) in (tuple, Listed):
+        for part in pattern:
+            yield from _refs(part)
 
 
 def found_in(values: Iterable[Any]) -> list[Tensor]:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 Seen = dict[int, tuple[Any, Any, Callable[[Any, Any], None]]]
 """By identity: a thing, what it was, and how to make it that again."""
 OPAQUE = (str, bytes, int, float, complex, type(None), nn.Parameter, torch.dtype, torch.device, torch.Size)
-CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "adp2sgd"}
-"""Packages of whose classes and functions nothing is looked into, but for containers, closures and layers."""
+CLOSED = {*sys.stdlib_module_names, "torch", "numpy", "adp2sgd", "transformers", "peft"}
+"""Packages of whose classes and functions nothing is looked into, but for containers, closures and the attributes of
+modules: their code keeps nothing of a record elsewhere."""
 LARGEST = 10_000
 
 
@@ -66,7 +67,7 @@ def _way(kind: type) -> Way | None:
     for base, way in WAYS:
         if issubclass(kind, base):
             return way
-    if issubclass(kind, (nn.Module, SimpleNamespace)) or (not _closed(kind) and hasattr(kind, "__dict__")):
+    if issubclass(kind, (nn.Module, SimpleNamespace)) or (not _closed(kind) and kind.__dictoffset__):
         return _object
     return _parts if hasattr(kind, "func") or hasattr(kind, "fget") else None
 

@@ -4,7 +4,7 @@ that record. Rules belong to functions, not to modules: a user's own module need
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from adp2sgd.gradient import layers, rules
+from adp2sgd.gradient import functions, layers, rules
 from adp2sgd.gradient.functions import HANDLERS
 from adp2sgd.gradient.program import Pass, found_in
 from adp2sgd.gradient.rounding import Measured, together
@@ -28,6 +28,7 @@ class Source:
     tensor: Tensor
     roots: tuple[str, ...]
     derived: bool
+    tokens: Tensor | None = None  # of a lookup in the one root, an embedding of constants
 
 
 class Tape(TorchFunctionMode):
@@ -104,6 +105,11 @@ class Tape(TorchFunctionMode):
 
     def _emit(self, source: Source, use: rules.Use) -> None:
         # Runs within the backward pass, where torch itself tracks nothing.
+        if source.tokens is not None and isinstance(use, rules.Kept):
+            tokens = source.tokens.reshape(1, -1).expand(self.n, -1)
+            outputs = use.gradients.reshape(self.n, tokens.shape[1], -1)
+            self._hand_in(source.roots[0], rules.Embedding(tokens, outputs, len(self.parameters[source.roots[0]])))
+            return
         for name in source.roots:
             pull = partial(_pull, source.tensor, self.parameters[name])
             self._hand_in(name, rules.Derived(use, pull) if source.derived else use)
@@ -126,28 +132,33 @@ class Tape(TorchFunctionMode):
         if self.course is None:
             return self._call(func, args, kwargs)
         number = self.course.call(func, args, kwargs)
-        out = self._call(func, args, kwargs)
+        out = self._call(func, args, kwargs, number)
         if func in EMPTY:
             out.zero_()
         self.course.done(number, func, args, out)
         return out
 
-    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int | None = None
+    ) -> Any:
         handler = HANDLERS.get(func)
+        if handler is None:
+            self._refuse_reading(getattr(func, "__name__", ""), args)
+        tensors = found_in((*args, *kwargs.values()))
+        others = [t for t in tensors if id(t) not in self.sources]
+        trained = len(others) < len(tensors)
+        if trained and self.course is not None and self.course.shares(number, others, self.n):
+            return self._shared(func, args, kwargs, tensors)
         if handler is not None:
             return handler(self, *args, **kwargs)
-        self._refuse_reading(getattr(func, "__name__", ""), args)
-        tensors = found_in((*args, *kwargs.values()))
-        if not any(id(t) in self.sources for t in tensors):
-            return func(*args, **kwargs)
-        return self._loose(func, args, kwargs, tensors)
+        return self._loose(func, args, kwargs, tensors) if trained else func(*args, **kwargs)
 
     def _refuse_reading(self, name: str, args: tuple[Any, ...]) -> None:
         """What a model does by its records' values (a branch, a choice or an order of rows), it may do otherwise with
         records that no check has seen, so that rows would no longer be the records' own."""
         if name in READING or (name == "where" and len(args) == 1):
             raise UnsupportedError(f"{name} lets the course of the model depend on its records")
-        if name in ("__getitem__", "__setitem__") and id(args[0]) not in self.sources:
+        if self.course is None and name in ("__getitem__", "__setitem__") and id(args[0]) not in self.sources:
             first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
             if isinstance(first, Tensor):
                 raise UnsupportedError("rows are picked by a tensor, which may mix up the records")
@@ -169,9 +180,10 @@ class Tape(TorchFunctionMode):
             return self._derive(func(*args, **kwargs), tensors)
         if name == "expand_as" and len(tensors) == 2:
             return self._spread(torch.Tensor.expand, "expand", (args[0], *args[1].shape))
-        if name in ("matmul", "__matmul__") and id(args[1]) in self.sources and args[1].dim() == 2:
-            with self:
-                return F.linear(args[0], args[1].t())
+        if name in PRODUCTS and id(args[-1]) in self.sources and args[-1].dim() == 2 and not kwargs:
+            return functions.turned_linear(self, *args[-2:], args[0] if len(args) == 3 else None)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(args, kwargs)
         if name not in ELEMENTWISE:
             names = [r for t in tensors if id(t) in self.sources for r in self.sources[id(t)].roots]
             raise UnsupportedError(f"{name} of {', '.join(names)} has no rule")
@@ -185,6 +197,25 @@ class Tape(TorchFunctionMode):
         for tensor in found_in([out]):
             if tensor.requires_grad and id(tensor) not in self.sources:
                 self.sources[id(tensor)] = Source(tensor, tuple(dict.fromkeys(roots)), True)
+        return out
+
+    def _attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Attention whose mask is trained (a bias by relative position, say)."""
+        query, *others = args
+        mask = kwargs.get("attn_mask", others[2] if len(others) > 2 else None)
+        if any(id(stream) in self.sources for stream in (query, *others[:2])) or id(mask) not in self.sources:
+            raise UnsupportedError("attention of trained queries, keys or values has no rule")
+        own = self._per_record(mask, len(query), query.dim())
+        if "attn_mask" in kwargs:
+            return F.scaled_dot_product_attention(*args, **kwargs | {"attn_mask": own})
+        return F.scaled_dot_product_attention(*args[:3], own, *args[4:], **kwargs)
+
+    def _shared(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """A function of constants and parameters alone: computed once for all records."""
+        out = self._derive(func(*args, **kwargs), tensors)
+        plain = func is F.embedding and len(args) > 1 and all(not option for option in (*args[2:], *kwargs.values()))
+        if plain and id(args[1]) in self.sources and not self.sources[id(args[1])].derived:
+            self.sources[id(out)] = replace(self.sources[id(out)], tokens=args[0])
         return out
 
     def _spread(self, func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Tensor:
@@ -224,6 +255,7 @@ ELEMENTWISE = {
 }  # fmt: skip
 
 
+PRODUCTS = ("matmul", "__matmul__", "addmm")
 READING = {
     "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero", "item", "tolist", "numpy", "equal",
     "allclose", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "index_select",

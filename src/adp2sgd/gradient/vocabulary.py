@@ -146,7 +146,7 @@ def _sizes(entries: Iterable[tuple[str, range]]) -> dict[Callable[..., Any], ran
 SIZES: dict[Callable[..., Any], range] = _sizes(
     [
         ("empty ones rand randn zeros", range(99)),
-        ("full", range(1)),
+        ("full arange", range(1)),
         ("new_empty new_ones new_zeros view reshape expand repeat tile broadcast_to", range(1, 99)),
         ("new_full", range(1, 2)),
         ("unflatten", range(2, 3)),

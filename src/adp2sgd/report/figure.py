@@ -16,7 +16,12 @@ LAYOUT = {
     "plot_bgcolor": "rgba(0,0,0,0)",
     "font": {"color": "@text", "family": "system-ui, sans-serif", "size": 13},
     "hoverlabel": {"bgcolor": "@panel", "bordercolor": "@line", "font": {"color": "@text"}},
-    "modebar": {"color": "@muted", "activecolor": "@text", "bgcolor": "rgba(0,0,0,0)"},
+    "modebar": {
+        "color": "@muted",
+        "activecolor": "@text",
+        "bgcolor": "rgba(0,0,0,0)",
+        "remove": ["sendChartToCloud"],  # a button that uploads the figure to a server of plotly's maker
+    },
     "legend": {
         "orientation": "h",
         "y": 1.02,

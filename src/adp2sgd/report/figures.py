@@ -10,7 +10,7 @@ import numpy as np
 
 from adp2sgd.report import words
 from adp2sgd.report.colours import series
-from adp2sgd.report.figure import Figure, layout
+from adp2sgd.report.figure import Cell, Figure, layout
 from adp2sgd.report.network import network
 from adp2sgd.report.run_data import Floats, RunData
 from adp2sgd.report.sampling import METHOD, MOST, thinned
@@ -80,9 +80,9 @@ def _line(key: str, title: str, runs: Sequence[RunData], axis: str, metric: str 
 
 
 def _logarithmic(values: Sequence[float]) -> dict[str, Any]:
-    """A tick at each power of ten; over less than two decades also at 2 and 5."""
-    few = max(values) / min(values) < 100
-    return {"type": "log", "dtick": "D2" if few else 1, "tickformat": ".0e"}
+    """A tick at each power of ten; where the values span less, wherever they are round."""
+    wide = max(values) / min(values) >= 100
+    return {"type": "log", "dtick": 1, "tickformat": ".0e"} if wide else {"type": "log", "tickformat": ".2~g"}
 
 
 def _line_trace(name: str, index: int, x: Floats, y: Floats) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _bars(
         showlegend=len(values) > 1,
         hovermode="x unified",
     )
-    rows = [(name, *(heights[k] for heights in values.values())) for k, name in enumerate(names)]
+    rows: list[list[Cell]] = [[name, *(heights[k] for heights in values.values())] for k, name in enumerate(names)]
     return Figure(id=key, title=title, traces=traces, layout=shape, columns=("learner", *values), rows=rows, **more)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from adp2sgd.report import words
@@ -48,7 +49,9 @@ def _run(run: RunData) -> list[str]:
         for name, each in zip(labels(run)[:LEARNERS_SHOWN], run.learners, strict=False)
     )  # fmt: skip
     parts = [f"## {run.name}", _table(head, rows)]
-    if run.guarantee is not None:
+    if run.statement is not None:
+        parts.append(re.sub("^#", "###", run.statement.to_markdown().strip(), flags=re.MULTILINE))
+    elif run.guarantee is not None:
         parts += ["### Privacy", _table(["", ""], words.guarantee_rows(run.guarantee))]
     if run.notes:
         parts += ["### Warnings and notes", "\n".join(f"- {note}" for note in run.notes)]

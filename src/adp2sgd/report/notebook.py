@@ -13,6 +13,8 @@ from adp2sgd.run_folder import Run
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+OFFLINE = {"showSendToCloud": False, "plotlyServerURL": ""}  # else a button uploads the figure to plotly's maker
+
 
 class Plots(Mapping[str, "Figure"]):
     """Title → plotly figure. A notebook shows all of them; `plots["Steps per learner"]` is one."""
@@ -42,7 +44,7 @@ class Plots(Mapping[str, "Figure"]):
 
     def _ipython_display_(self) -> None:
         for figure in self._figures.values():
-            figure.show()
+            figure.show(config=OFFLINE)
 
 
 def plot(run: Run, theme: str = "light") -> Plots:

@@ -92,7 +92,7 @@ def _article(noun: str) -> str:
 
 def _privacy(run: RunData) -> str:
     found = run.guarantee
-    if run.statement is not None and run.statement.sections:
+    if run.statement is not None:
         return run.statement.summary
     if found is None and not run.finished and run.private:
         return "The privacy guarantee is stated when the run ends."

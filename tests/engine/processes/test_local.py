@@ -206,7 +206,7 @@ def test_private_learners_show_their_weights_alone(algorithm: str, tmp_path: Pat
 def test_a_task_that_fails_in_passing_costs_the_points_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory\nin many lines")
 
     monkeypatch.setattr("adp2sgd.engine.processes.observer.evaluate", fails)
@@ -338,7 +338,8 @@ def test_the_background_thread_writes_the_snapshot_and_survives_a_look_that_fail
     monkeypatch.setattr("adp2sgd.engine.background.evaluate", fail)
     (tmp_path / "run").mkdir()
     folder = Folder(tmp_path / "run")
-    site = SimpleNamespace(task=learner.sampler.task, plan=SimpleNamespace(seed=0, private=False))
+    plan = SimpleNamespace(seed=0, private=False, config=Config())
+    site = SimpleNamespace(task=learner.sampler.task, plan=plan)
     counts = {(0, 0): Count(7)}
     compute = SimpleNamespace(device="cpu")
     background = Background(

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.engine.status import RunStatus
+from adp2sgd.metrics import Figures
 from adp2sgd.run_folder import Point
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class SiteDirection(threading.Thread):
 
     def _keep_curve(self) -> None:
         metrics = self._worker.background.metrics
-        if metrics is None or metrics is self._seen:
+        if not metrics or metrics is self._seen:
             return
         self._seen, plan = metrics, self._worker.plan
         steps = self._worker.learner.progress.total

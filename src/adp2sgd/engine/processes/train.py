@@ -14,11 +14,10 @@ from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine import extension
 from adp2sgd.engine.budgets import open_budget, read_budget
-from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.processes.forkserver import ForkServer
 from adp2sgd.engine.processes.seat import Seat
-from adp2sgd.engine.processes.supervisor import SESSION, Patience, Supervisor
+from adp2sgd.engine.processes.supervisor import Patience, Supervisor
 from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
 from adp2sgd.engine.status import OnStatus, RunStatus, StatusFile
@@ -33,10 +32,11 @@ from adp2sgd.errors import (
     telling_no_values,
 )
 from adp2sgd.exchange.shared import require_linux
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.randomness.streams import Streams
-from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Run
+from adp2sgd.run_folder import SCRATCH, SESSION, Folder, LearnerResult, Run
 from adp2sgd.task import Task
 from adp2sgd.tasks import named
 
@@ -45,7 +45,7 @@ MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 
 @dataclass(frozen=True, eq=False)
 class Account:
-    """A learner after its end: its ledger has the last word on what was spent."""
+    """What a result needs of a learner after its end. What was spent is read from its ledger."""
 
     number: int
     budget: Budget | None
@@ -63,7 +63,8 @@ def train(
     on_status: OnStatus = None,
     patience: Patience | None = None,
 ) -> Run:
-    """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
+    """Run `config` in real time, one process per learner. `folder` keeps all files of the run; without it
+    nothing is left behind.
 
     `task` is the task itself, instead of the one that `config.task` names.
 
@@ -105,7 +106,7 @@ def _train(
                 setup,
                 home,
                 server,
-                mode="resume" if resume else "fresh",
+                mode="resume" if kept else "fresh",
                 seats=[Seat.resumed(seat) for seat in kept.get("seats", ())],
                 elapsed_s=kept.get("seconds", 0.0),
                 exchange=exchange,
@@ -136,16 +137,18 @@ def _plan(setup: Setup, home: Folder) -> list[Plan]:
 
 
 def _read_session(home: Folder, config: Config) -> dict[str, Any]:
-    """What an unfinished run has left, or a finished one that `config` extends."""
+    """What an unfinished run has left, or a finished one that `config` extends; empty if no learner had started."""
     if (before := extension.earlier(home, config, SESSION)) is not None:
         return _session_after(before, home)
     if (home.path / "result.json").exists():
         raise RunError(f"{home.path} holds a finished run; its result is in result.json")
+    if home.unstarted:
+        return {}
     try:
         kept: dict[str, Any] = json.loads((home.path / SESSION).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise RunError(
-            f"{home.path} holds no run of `train` to go on with; if it is one of `simulate`, resume it with that, "
+            f"{home.path} holds no run of `train` to continue; if it is one of `simulate`, resume it with that, "
             "else start it with another --out"
         ) from None
     return kept

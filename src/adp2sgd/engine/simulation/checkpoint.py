@@ -18,12 +18,12 @@ from adp2sgd.engine.status import Staleness
 from adp2sgd.errors import RunError
 from adp2sgd.exchange.protocol import MESSAGES, Message, Tally
 from adp2sgd.progress import from_rows, to_rows
-from adp2sgd.run_folder import Folder, Point, Run, by_number
+from adp2sgd.run_folder import SIMULATION, Folder, Point, Run, by_number
 
 if TYPE_CHECKING:
     from adp2sgd.engine.simulation.simulate import Simulation
 
-NAME = "simulation.safetensors"
+NAME = SIMULATION
 TALLIED = ("initiated", "mixed_before", "busy", "expired", "unconfirmed", "halves", "bytes_sent")
 
 
@@ -55,8 +55,10 @@ def write(simulation: Simulation) -> None:
     simulation.folder.save_tensors(NAME, tensors, facts, private=True)
 
 
-def read(folder: Folder) -> Saved:
-    """The folder's checkpoint."""
+def read(folder: Folder) -> Saved | None:
+    """The folder's checkpoint; None where its run was killed before the first one."""
+    if folder.unstarted:
+        return None
     if (folder.path / "result.json").exists():
         raise RunError(f"{folder.path} holds a finished run; its result is in result.json")
     if not (folder.path / NAME).exists():

@@ -25,8 +25,8 @@ from adp2sgd.data.indexed import start_reading
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine import extension
 from adp2sgd.engine.divergence import Watch
-from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
+from adp2sgd.engine.pace import Pace
 from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
 from adp2sgd.engine.simulation import checkpoint
@@ -40,6 +40,7 @@ from adp2sgd.engine.threads import suited_threads
 from adp2sgd.errors import InterruptedRunError, StopRun, callback, showing_users_code, telling_no_values
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
 from adp2sgd.exchange.protocol import Busy, Exchange, Message
+from adp2sgd.metrics import Figures
 from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run
 from adp2sgd.task import Task
 from adp2sgd.tasks import named
@@ -57,7 +58,7 @@ def simulate(
     resume: bool = False,
     on_status: OnStatus = None,
 ) -> Run:
-    """Run `config` in virtual time. `folder` keeps the record; without it nothing is left behind.
+    """Run `config` in virtual time. `folder` keeps all files of the run; without it nothing is left behind.
 
     `task` is the task itself, instead of the one that `config.task` names.
 
@@ -78,7 +79,7 @@ def _simulate(
     saved = checkpoint.read(Folder.open(folder)) if resume and before is None else None
     seed = saved.seed if saved else extension.seed_of(Folder.open(folder)) if before else None
     # Before the folder is made: a wrong task leaves nothing behind.
-    setup = prepare(config, task, seed, resumed=resume)
+    setup = prepare(config, task, seed, resumed=saved is not None)
     start_reading(setup.task.train)
     home = Folder.reopen(folder, config) if resume else Folder.create(folder, config)
     simulation = kind(setup, home, StatusFile(home, on_status))
@@ -89,8 +90,11 @@ def _simulate(
         closing(simulation),
         suited_threads(len(simulation.setup.compute.model.weights), config.batch_size),
     ):
-        if saved is not None and config.seed is not None:
+        if resume and before is None and config.seed is not None:
             home.remove_logs("ledger.jsonl", "plan.json")  # a seeded run repeats its draws: charged anew, not twice
+        if resume and before is None and saved is None:  # it was killed before its first checkpoint, and begins anew
+            home.write_points(())
+            home.truncate_logs("events.jsonl", {})
         with beginning(home, fresh=not resume):
             simulation.enlist()
         if saved is not None:
@@ -103,7 +107,7 @@ def _simulate(
 
 
 class Simulation:
-    """What SYNC and ADPSGD share: the clock, the record, evaluation and checkpoints."""
+    """What SYNC and ADPSGD share: the clock, the run's folder, evaluation and checkpoints."""
 
     def __init__(self, setup: Setup, folder: Folder, on_status: Callable[[RunStatus], None]) -> None:
         self.setup = setup
@@ -119,6 +123,7 @@ class Simulation:
         self._theta: Tensor | None = None  # as evaluated last
         self._stopped: str | None = None  # why a callback has ended the run
         self._watch = Watch(folder)
+        self._pace = Pace(setup.plan.config.checkpoint_every_s)
         self._spending = Spending(())
         self._pool = Pool()
 
@@ -177,8 +182,10 @@ class Simulation:
         return [member.learner.optimizer.evaluated(member.learner.state) for member in self.members]
 
     def checkpoint(self) -> None:
+        began = time.monotonic()
         self._look()
         checkpoint.write(self)
+        self._pace.done(began)
 
     def _step_done(self, member: Member) -> None:
         """Book-keeping after a learner's update."""
@@ -201,7 +208,7 @@ class Simulation:
         plan = self.setup.plan
         if plan.passed(plan.config.evaluate_every, before, self.global_steps):
             self._evaluate()
-        if plan.passed(plan.config.checkpoint_every, before, self.global_steps):
+        if self._pace.due or plan.passed(plan.config.checkpoint_every, before, self.global_steps):
             self.checkpoint()
         share = max(1, plan.target_steps // STATUSES)
         if self.global_steps // share != before // share or time.monotonic() >= self._next_status:
@@ -238,7 +245,7 @@ class Simulation:
         return reached or not any(member.learner.may_step for member in self.members)
 
     def _result(self) -> Run:
-        """The models come first: they are paid for, whatever becomes of their evaluation."""
+        """Save the models first, because their privacy is spent even if the evaluation fails."""
         self._look()
         theta = mean_of(self.states()).theta
         save_model(self.setup, theta, self.folder)

@@ -3,6 +3,7 @@
   const facts = JSON.parse(document.getElementById("facts").textContent);
   const root = document.documentElement;
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const pointer = window.matchMedia("(hover: hover)"); // a mouse, not a finger and not a printer
   const PRINT_WIDTH = 690; // CSS pixels between the margins of A4
   const ROWS = 500; // that a table of numbers shows; the CSV holds all
   const byId = (id) => document.getElementById(id);
@@ -31,10 +32,12 @@
     return Plotly.react(place, painted(figure.data, theme), layout, {
       responsive: true,
       displaylogo: false,
-      displayModeBar: narrow ? false : "hover",
+      displayModeBar: narrow || !pointer.matches ? false : "hover",
       scrollZoom: false,
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
-      toImageButtonOptions: { format: "svg", filename: figure.id },
+      // These and no others: plotly.js has a button that uploads the figure to its maker's server.
+      modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+      showSendToCloud: false,
+      plotlyServerURL: "",
     }).then(() => {
       // A screen reader gets the description and the table instead of loose labels.
       for (const drawing of place.querySelectorAll(".main-svg")) drawing.setAttribute("aria-hidden", "true");
