@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 certs = typer.Typer(
     help="Make the consortium's authority, and certify sites.",
+    epilog="Example: adp2sgd certs show heart",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

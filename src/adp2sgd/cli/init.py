@@ -87,7 +87,7 @@ def _of_table(
         found, site = _ask_site(data, found, label)
     number = target == "number" or (target is None and found.kinds[label] == "measurement")
     options: dict[str, object] = {"path": str(data), "label": label}
-    options |= {"target": "number"} if number else {"classes": []}
+    options["target" if number else "classes"] = "number" if number else []
     options |= {"site": site} if site else {}
     written = {name: getattr(found.written, name) for name in ("encoding", "date_format")}
     written["decimal"] = "," if found.written.decimal == "," else None

@@ -154,7 +154,10 @@ def privacy_statement(
     ),
     out: Annotated[Optional[Path], typer.Option("-o", "--out", help="The file to write (default: print).")] = None,  # noqa: UP045
 ) -> None:
-    """The privacy statement of a run: who is protected, against whom, how strongly, and what is not covered."""
+    """Write the privacy statement of a run.
+
+    It says who is protected, against whom, how strongly, and what is not covered.
+    """
     from adp2sgd.cli import view
 
     with view.waiting("composing the steps"):
