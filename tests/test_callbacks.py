@@ -37,7 +37,7 @@ def after(epoch: float) -> Callable[[RunStatus], None]:
 def test_a_stopped_simulation_ends_with_all_that_a_run_leaves(engine: Any, config: Config, tmp_path: Path) -> None:
     run = engine(config, tmp_path / "run", on_status=after(1.0))
     assert 1.0 <= run.epochs < 2.0
-    assert (tmp_path / "run/model.safetensors").exists()
+    assert (tmp_path / "run/model/weights.safetensors").exists()
     assert read_result(tmp_path / "run") == run
     (note,) = [note for note in run.notes if "callback" in note]
     assert "(enough)" in note
@@ -58,7 +58,7 @@ def test_a_stopped_run_of_processes_ends_with_all_that_a_run_leaves(algorithm: s
     assert any("callback stopped the run" in note for note in run.notes)
     assert read_result(tmp_path / "run") == run
     model = resolve(REAL.task, {}).model()
-    model.load_state_dict(load_file(tmp_path / "run/model.safetensors"))
+    model.load_state_dict(load_file(tmp_path / "run/model/weights.safetensors"))
     shown = next(status for status in reversed(seen) if status.model is not None)
     assert shown.model is not None
     assert shown.model().keys() == model.state_dict().keys()

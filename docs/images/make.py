@@ -45,7 +45,7 @@ def save(name: str, text: str, height: int | None = None) -> None:
     picture = Image.open(io.BytesIO(png(text)))
     picture = picture.crop((70, 0, picture.width - 70, height or picture.height))
     small = picture.resize((picture.width * 5 // 8, picture.height * 5 // 8), Image.Resampling.LANCZOS)
-    small.convert("P", palette=Image.Palette.ADAPTIVE, colors=128).save(HERE / f"{name}.png", optimize=True)
+    small.convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(HERE / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

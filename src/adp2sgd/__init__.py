@@ -36,10 +36,11 @@ if TYPE_CHECKING:
         RunError,
         StopRun,
     )
+    from adp2sgd.model_folder import Model, load_model
     from adp2sgd.models.norm import without_batchnorm
     from adp2sgd.privacy.calibrate import epsilon, noise_for, steps_for
     from adp2sgd.privacy.mechanism import Guarantee
-    from adp2sgd.run_folder import Run, load_model, read_result
+    from adp2sgd.run_folder import Run, read_result
     from adp2sgd.task import Task
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "LearnerStatus",
     "LedgerError",
     "MLflow",
+    "Model",
     "Network",
     "Optimizer",
     "Privacy",
@@ -95,6 +97,7 @@ _HOMES = {
     "LedgerError": "errors",
     "MLflow": "callbacks",
     "PrivacyError": "errors",
+    "Model": "model_folder",
     "Records": "data.records",
     "Run": "run_folder",
     "RunError": "errors",
@@ -105,7 +108,7 @@ _HOMES = {
     "TensorBoard": "callbacks",
     "as_records": "data.indexed",
     "epsilon": "privacy.calibrate",
-    "load_model": "run_folder",
+    "load_model": "model_folder",
     "noise_for": "privacy.calibrate",
     "read_result": "run_folder",
     "simulate": "engine.simulation.simulate",

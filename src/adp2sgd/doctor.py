@@ -143,7 +143,7 @@ def _memory(_: Path) -> Iterator[Finding]:
     facts = {}
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
+            key, value = line.split(":")
             facts[key] = int(value.split()[0]) * 1024
     if "MemAvailable" in facts:
         free, short = facts["MemAvailable"], facts["MemAvailable"] < FREE_MEMORY

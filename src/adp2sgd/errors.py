@@ -20,20 +20,25 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import os
 import sys
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 WITHHELD = (
     'its text may hold values of records and is withheld; to see it, run the task with privacy.mode = "none" where the '
     "data lie"
 )
+
+DEBUG = "ADP2SGD_DEBUG"
+_private_runs: list[bool] = []  # not empty once a private run has begun in this process
 
 
 class Adp2sgdError(Exception):
@@ -110,10 +115,13 @@ def tellable(error: BaseException) -> bool:
 
 
 def reason(error: BaseException, *, private: bool) -> str:
-    """Why something failed, in one line: the error's text, or in private mode what `kind` says of it."""
+    """Why something failed, in one line: the error's text, and the line of the user's code that it passed; in private
+    mode what `kind` says of it."""
     if private and not tellable(error):
         return kind(error)
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    text = next(iter(str(error).splitlines()), "") or type(error).__name__
+    users = [] if isinstance(error, Adp2sgdError) else users_frames(error)
+    return text + "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in users[-1:])
 
 
 def kind(error: BaseException) -> str:
@@ -141,10 +149,83 @@ def _modules(error: BaseException) -> list[str]:
     return [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
 
 
+def debugging() -> bool:
+    """Whether every error shows its whole traceback: --debug, or ADP2SGD_DEBUG=1."""
+    return os.environ.get(DEBUG, "0") not in ("", "0")
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines of the user's own code that the error passed after it had entered this package."""
+    return [traceback.extract_tb(entry, limit=1)[0] for entry in _users_entries(error)]
+
+
+def _users_entries(error: BaseException) -> list[types.TracebackType]:
+    found: list[types.TracebackType] = []
+    entry, entered = error.__traceback__, False
+    while entry is not None:
+        name = str(entry.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        file = Path(entry.tb_frame.f_code.co_filename)
+        library = name in sys.stdlib_module_names - {"__main__"} or {"site-packages", "dist-packages"} & set(file.parts)
+        if name == "adp2sgd":
+            entered = True
+        elif entered and not library and not file.name.startswith("<frozen"):
+            found.append(entry)
+        entry = entry.tb_next
+    return found
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def showing_users_code(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """An error of the user's own code keeps the user's lines in its traceback, and loses this package's. With `DEBUG`
+    it keeps all."""
+
+    @functools.wraps(function)
+    def called(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
+        try:
+            return function(*arguments, **named)
+        except Exception as error:
+            entries = [] if debugging() or isinstance(error, Adp2sgdError) else _users_entries(error)
+            if not entries:
+                raise
+            kept: types.TracebackType | None = None
+            for entry in reversed(entries):
+                kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            raise error.with_traceback(kept)  # noqa: B904
+
+    return called
+
+
+def print_users_error(error: BaseException, program: str) -> bool:
+    """Print an error of the user's own code with the user's lines alone. False: it is none, and nothing is printed."""
+    frames = users_frames(error)
+    if not frames and not isinstance(error, SyntaxError):  # whose text names the user's file and line
+        return False
+    text = "".join(traceback.format_exception_only(error)).strip()
+    print("".join(traceback.format_list(frames)) + f"{program}: error in your code: {text}", file=sys.stderr)
+    return True
+
+
+def print_debug(error: BaseException) -> None:
+    """The whole traceback on standard error, with what caused the error. Once a private run has begun in this process,
+    the texts of errors that may quote records stay withheld."""
+    if _private_runs:
+        print("Traceback (most recent call last):", file=sys.stderr)
+        traceback.print_tb(error.__traceback__)
+        print(error if isinstance(error, Adp2sgdError) else f"{kind(error)}: {WITHHELD}", file=sys.stderr)
+        return
+    error.__suppress_context__ = False
+    traceback.print_exception(error)
+
+
 def print_trace(error: BaseException, *, private: bool) -> None:
-    """Print the traceback on standard error; in private mode without the texts of the error and its causes."""
+    """Print the traceback on standard error: of an error of the user's own code the user's lines alone. In private mode
+    without the texts of the error and its causes."""
     if not private:
-        traceback.print_exception(error)
+        if debugging() or not print_users_error(error, "adp2sgd"):
+            traceback.print_exception(error)
         return
     print("Traceback (most recent call last):", file=sys.stderr)
     traceback.print_tb(error.__traceback__)
@@ -158,6 +239,7 @@ def withholding(private: bool) -> Iterator[None]:
     if not private:
         yield
         return
+    _private_runs.append(True)
     hooks: list[tuple[Any, str, Any]] = [
         (warnings, "showwarning", _shown_by(warnings.showwarning)),
         (threading, "excepthook", lambda told: print_trace(told.exc_value or told.exc_type(), private=True)),

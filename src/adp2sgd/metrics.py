@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adp2sgd import tree
 from adp2sgd.errors import ConfigError
+from adp2sgd.losses import Loss
 
 Metric = Callable[[Any, Tensor], float]
 """(outputs, targets) of all held-out records → a number."""
@@ -106,6 +108,45 @@ METRICS: dict[str, Metric] = {
     "mae": Mean(_distances),
     "r2": r2,
 }
+Figures = dict[str, float | None]
+"""The loss and the metrics by name; None where one could not be computed, or is not finite."""
+
+
+class Scores:
+    """Loss and metrics, summed up batch by batch. Outputs are kept only for metrics that need all of them at once."""
+
+    def __init__(self, loss: Loss | None, metrics: Mapping[str, Metric]) -> None:
+        self._loss_of, self._metrics = loss, metrics
+        self._means = {name: metric for name, metric in metrics.items() if isinstance(metric, Mean)}
+        self._loss, self._records = 0.0, 0
+        self._sums = dict.fromkeys(self._means, 0.0)
+        self._counts = dict.fromkeys(self._means, 0)
+        self._kept: list[tuple[Any, Tensor]] = []
+
+    def add(self, outputs: Any, targets: Tensor) -> None:
+        if self._loss_of is not None:
+            self._loss += float(self._loss_of(outputs, targets).double().sum())
+        self._records += len(targets)
+        for name, metric in self._means.items():
+            terms = metric.terms(outputs, targets)
+            self._sums[name] += float(terms.double().sum())
+            self._counts[name] += terms.numel()
+        if len(self._means) < len(self._metrics):
+            self._kept.append((tree.each(Tensor.cpu, outputs), targets.cpu()))
+
+    def figures(self) -> Figures:
+        found: Figures = {} if self._loss_of is None else {"loss": self._loss / self._records}
+        if self._kept:
+            outputs = tree.joined([each for each, _ in self._kept])
+            targets = torch.cat([each for _, each in self._kept])
+        for name, metric in self._metrics.items():
+            if name in self._means:
+                found[name] = self._sums[name] / max(1, self._counts[name])
+            else:
+                found[name] = float(metric(outputs, targets))
+        return found
+
+
 SMALLER_IS_BETTER = frozenset({"loss", "mse", "mae"})
 OF_CLASSES = frozenset({"accuracy", "balanced_accuracy", "auc", "f1", "average_precision"})
 

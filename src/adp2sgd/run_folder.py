@@ -7,7 +7,7 @@ runs/NAME/learner-ID/ledger.jsonl           privacy spent, unless `privacy.ledge
 runs/NAME/learner-ID/checkpoint.safetensors weights, buffers, optimizer state
 runs/NAME/status.json                       how the run stands, at most a second old while it goes on
 runs/NAME/result.json                       what the run reports; result.before.json: before it was extended
-runs/NAME/model.safetensors                 θ, the average model, under torch's own names: for load_state_dict
+runs/NAME/model/                            θ, the average model, and all that is needed to use it (model_folder.py)
 
 Events, statuses, ledgers, plans and checkpoints can be read by their owner alone. For other files the umask decides.
 """
@@ -31,11 +31,11 @@ from adp2sgd.files import owner_only, replacing, to_json
 from adp2sgd.privacy.mechanism import Guarantee
 
 if TYPE_CHECKING:  # reading a run needs no PyTorch, which takes seconds to load
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from adp2sgd.task import Task
 
 EVENTS = "events.jsonl"
+SCRATCH = "adp2sgd-scratch-"  # begins the name of the folder of a run that nobody keeps
 SESSION, SIMULATION = "session.json", "simulation.safetensors"  # what `train` and `simulate` continue from
 RESULT, BEFORE = "result.json", "result.before.json"  # of the run, and of what it extends
 STATUS = "status.json"
@@ -156,31 +156,6 @@ def read_result(folder: str | Path, name: str = "result.json") -> Run:
     return Run(**{**raw, "notes": tuple(raw["notes"])})
 
 
-def load_model(folder: str | Path, task: str | Task | None = None) -> nn.Module:
-    """The average model θ of a finished run, in evaluation mode. It reads what the task's `prepare` gives.
-
-    Guarantee: imports no code that the folder names. For a run whose task is a function of your own, `task` is its
-    name, "package.module:function", or the Task that it makes.
-    """
-    from adp2sgd.task import Task
-    from adp2sgd.tasks import resolve
-
-    home = Folder.open(folder)
-    if not (home.path / "model.safetensors").exists():
-        raise ConfigError(f"{folder} holds no model.safetensors; give the folder of a finished run")
-    if not isinstance(task, Task):
-        settings = config.naming(home.settings, task)
-        task = resolve(settings.task, settings.options, private=settings.privacy.mode == "private")
-    model = task.model()
-    try:
-        model.load_state_dict(home.load_tensors("model.safetensors")[0])
-    except RuntimeError:
-        raise ConfigError(
-            f"the model in {folder} is not that of the task; give the task that it was trained with"
-        ) from None
-    return model.eval()
-
-
 class Folder:
     """A run's folder on disk. Files appear whole or not at all."""
 
@@ -239,7 +214,7 @@ class Folder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes from running here; the kernel frees the folder if this one is killed."""
+        """Lock the folder against other runs. The kernel releases the lock if this process is killed."""
         with (self.path / "config.toml").open("rb") as file:
             try:
                 if not _locked(file.fileno()):
@@ -352,7 +327,7 @@ class Folder:
 
     @contextmanager
     def telling_of_full_disks(self) -> Iterator[None]:
-        """What the system refuses to write ends the run in one line; the last checkpoint stays whole."""
+        """An error of the file system ends the run with one line. The last checkpoint stays whole."""
         try:
             yield
         except OSError as error:

@@ -13,30 +13,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, nn
 
-from adp2sgd import tree
+from adp2sgd.data.encoder import Encoder
+from adp2sgd.data.image_encoder import ImageEncoder
 from adp2sgd.data.indexed import Reader, as_records
+from adp2sgd.data.preparation import floats
 from adp2sgd.data.records import RecordSet
 from adp2sgd.errors import ConfigError, DataError, OtherProcessError
 from adp2sgd.losses import Loss, cross_entropy, loss_of
-from adp2sgd.metrics import Given, Metric, metrics_of
+from adp2sgd.metrics import SMALLER_IS_BETTER, Given, Metric, metrics_of
 from adp2sgd.tree import Inputs
 
-__all__ = ["Augment", "Loss", "Task", "cross_entropy", "floats"]
+__all__ = ["Augment", "Loss", "Task", "cross_entropy"]
 
 Augment = Callable[[Inputs, Generator], Inputs]
 """(prepared batch, generator) → the batch as training sees it."""
-
-
-def floats(inputs: Inputs) -> Inputs:
-    """Floating-point numbers and bytes become float32; other integers, such as tokens, stay as they are."""
-
-    def floating(part: Tensor) -> Tensor:
-        return part.float() if part.is_floating_point() or part.dtype == torch.uint8 else part
-
-    return tree.each(floating, inputs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -56,6 +48,7 @@ class Task:
     prepare: Callable[[Inputs], Inputs]  # batch as stored → what the model reads
     augment: Augment | None  # training batches only, after `prepare`
     fitted: str | None
+    encoder: Encoder | ImageEncoder | None  # turns new rows or images into inputs, for the finished model
     identifier: str | None  # what seems to tell whose a record is, where records have no units
     name: str
 
@@ -71,6 +64,7 @@ class Task:
         prepare: Callable[[Any], Any] = floats,
         augment: Callable[[Any, Generator], Any] | None = None,
         fitted: str | None = None,
+        encoder: Encoder | ImageEncoder | None = None,
         identifier: str | None = None,
         name: str = "own",
     ) -> None:
@@ -88,6 +82,7 @@ class Task:
             metrics = ("accuracy",) if chosen is cross_entropy else ()
         measured = metrics_of(metrics)
         monitor = monitor or next(iter(measured), "loss")
+        monitor = f"-{monitor}" if monitor in SMALLER_IS_BETTER else monitor
         if monitor.removeprefix("-") not in (*measured, "loss"):
             known = ", ".join((*measured, "loss"))
             raise ConfigError(f'Task.monitor = "{monitor}" is none of its metrics; use one of: {known}')
@@ -97,7 +92,7 @@ class Task:
         values = {
             "model": model, "train": _records("train", train), "test": _records("test", test), "loss": chosen,
             "metrics": measured, "monitor": monitor, "prepare": prepare, "augment": augment, "fitted": fitted,
-            "identifier": identifier, "name": name,
+            "encoder": encoder, "identifier": identifier, "name": name,
         }  # fmt: skip
         for key, value in values.items():
             object.__setattr__(self, key, value)

@@ -54,7 +54,9 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "run.toml").write_text(Config(**SETTINGS).to_toml())
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign/config.toml").write_text(Config(**SETTINGS).to_toml())
-    (tmp_path / "foreign/model.safetensors").write_bytes(b"")
+    (tmp_path / "foreign/model").mkdir()
+    (tmp_path / "foreign/model/weights.safetensors").write_bytes(b"")
+    (tmp_path / "foreign/model/model.json").write_text('{"encoder": null}')
     (tmp_path / "foreign/simulation.safetensors").write_bytes(b"")
     (tmp_path / "foreign/session.json").write_text("{}")
     return tmp_path

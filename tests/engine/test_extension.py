@@ -35,7 +35,7 @@ def test_a_finished_simulation_is_extended(algorithm: str, tmp_path: Path) -> No
     assert read_result(tmp_path / "run", "result.before.json") == before
     assert (run.loss or 1) < (before.loss or 0)
     if algorithm == "sync":
-        models = [load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole")]
+        models = [load_file(tmp_path / name / "model/weights.safetensors") for name in ("run", "whole")]
         assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
 
 
@@ -90,9 +90,9 @@ def test_what_cannot_be_extended_is_refused_and_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", [simulate, pytest.param(train, marks=pytest.mark.processes)])
 def test_a_run_begins_with_another_ones_model(engine: Any, tmp_path: Path) -> None:
     first = simulate(SHORT.replace(epochs=5), tmp_path / "first")
-    for source in (tmp_path / "first", tmp_path / "first/model.safetensors"):
+    for source in (tmp_path / "first", tmp_path / "first/model/weights.safetensors"):
         model = prepare(SHORT.replace(init_from=str(source))).compute.model
-        kept = load_file(tmp_path / "first/model.safetensors")
+        kept = load_file(tmp_path / "first/model/weights.safetensors")
         assert all(torch.equal(kept[name], tensor) for name, tensor in model.module.state_dict().items())
     still = SHORT.replace(epochs=0.5, init_from=str(tmp_path / "first"), optimizer=Optimizer(lr=1e-9))
     assert engine(still, tmp_path / "second").loss == pytest.approx(first.loss, rel=1e-4)

@@ -15,7 +15,7 @@ from adp2sgd.engine.processes.train import train
 from adp2sgd.engine.simulation.simulate import simulate
 from adp2sgd.files import replacing
 
-PUBLIC = {"config.toml", "result.json", "model.safetensors"}
+PUBLIC = {"config.toml", "result.json", "model/weights.safetensors", "model/model.json"}
 SETTINGS = Config(
     task="digits/logistic",
     learners=2,
@@ -51,6 +51,8 @@ def expected(names: Any, umask: int) -> dict[str, int]:
     found = {}
     for name in names:
         public = 0o666 & ~umask if name in PUBLIC else 0o600
+        if name == "model":
+            public = 0o777 & ~umask
         found[name] = 0o700 if name.startswith("learner-") and "/" not in name else public
     return found
 

@@ -28,9 +28,10 @@ from adp2sgd.data.records import Records
 from adp2sgd.engine.setup import Setup, prepare
 from adp2sgd.engine.simulation.simulate import Asynchronous, simulate
 from adp2sgd.gradient import loop
+from adp2sgd.model_folder import load_model
 from adp2sgd.privacy.calibrate import noise_for
 from adp2sgd.randomness.noise import NoiseSource
-from adp2sgd.run_folder import Folder, load_model
+from adp2sgd.run_folder import SCRATCH, Folder
 from adp2sgd.task import Task
 
 CLIP = 0.5
@@ -109,7 +110,7 @@ def published(folder: Path, count: int, *, rate: float, steps: int, noise: float
     )
     run = simulate(settings, folder)
     assert run.learners[0].steps == run.learners[0].max_steps == steps
-    model = load_model(folder, task=settings.task)
+    model = load_model(folder, task=settings.task).module
     assert isinstance(model, Canaries)
     weights = -(0.6 * model.first.weight + 0.8 * model.second.weight).detach().double().flatten().numpy()
     sums = weights * settings.batch_size / (noise * CLIP)  # lr 1, from zero: the model is minus the mean gradients
@@ -220,15 +221,15 @@ def outcomes(setup: Setup, claim: float, seeds: range) -> Iterator[float]:
         compute = copy(setup.compute)  # shares the model and the settled gradient clipper
         compute.plan = plan
         own = replace(setup, plan=plan, compute=compute)
-        with tempfile.TemporaryDirectory(dir=FRESH) as folder:
-            home = Folder.create(folder, own.plan.config)
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=FRESH) as folder:
+            home = Folder.create(f"{folder}/run", own.plan.config)
             with closing(Asynchronous(own, home, lambda _: None)) as simulation:
                 simulation.enlist()
                 simulation.start()
                 run = simulation.run()
             assert run.learners[0].steps == STEPS
             assert 0.99 * claim < run.guarantee.epsilon <= claim
-            yield float(home.load_tensors("model.safetensors")[0]["weight"][0])
+            yield float(home.load_tensors("model/weights.safetensors")[0]["weight"][0])
 
 
 def lower_bound(hits: int, of: int, false_alarms: int, out_of: int) -> float:
@@ -283,7 +284,7 @@ def test_short_runs_are_those_of_simulate(tmp_path: Path) -> None:
     settings = claiming(2.0)
     *_, last = outcomes(prepare(settings), 2.0, range(5, 8))
     simulate(settings.replace(seed=7), tmp_path / "run")
-    model = load_model(tmp_path / "run", task=settings.task)
+    model = load_model(tmp_path / "run", task=settings.task).module
     assert isinstance(model, Line)
     assert last == float(model.weight.detach()[0])
 

@@ -100,7 +100,7 @@ def test_an_evaluation_that_fails_costs_the_figures_and_not_the_model(
     assert result["global_steps"] >= 8
     [note] = [note for note in done.notes if note.startswith("held-out record 0 ")]
     assert "the task's loss fails (ValueError at leaky.py, line " in note
-    assert load_model(tmp_path / "run", task="leaky:leaky").weight.any()  # type: ignore[union-attr]
+    assert load_model(tmp_path / "run", task="leaky:leaky").module.weight.any()  # type: ignore[union-attr]
     assert read_result(tmp_path / "run").loss is None
     view.print_run(done)
     assert_clean(tmp_path, capfd)
@@ -134,7 +134,7 @@ def test_a_run_that_goes_on_is_not_refused_for_a_held_out_record(
     done = engine.simulate(settings, tmp_path / "run", resume=True)
     assert done.loss is None
     assert any("held-out record 417" in note for note in done.notes)
-    assert (tmp_path / "run/model.safetensors").exists()
+    assert (tmp_path / "run/model/weights.safetensors").exists()
 
 
 @pytest.mark.parametrize("mode", ["private", "none"])

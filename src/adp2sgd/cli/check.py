@@ -66,21 +66,21 @@ def _print(found: Check) -> None:
     ]
     if found.memory_bytes is not None:
         facts.append(("memory per learner", f"about {_bytes(found.memory_bytes)} beside the program"))
-    print(f"{found.task} {found.algorithm}, privacy: {found.privacy}")
+    view.say(f"{found.task} {found.algorithm}, privacy: {found.privacy}")
     for name, fact in facts:
-        print(f"  {name:<20}{fact}")
+        view.say(f"  {name:<20}{fact}")
     _print_shares(found.forecasts[0])
     names = ["learners", "steps", "steps each", "sample rate", "train", "simulate", "each sends"]
     view.table("a run; times are estimates", names, [_row(each) for each in found.forecasts])
     for note in found.notes:
-        print(f"note: {note}")
+        view.say(f"note: {note}")
 
 
 def _print_shares(found: Forecast) -> None:
     from adp2sgd.cli import view
 
     private = any(share.epsilon is not None for share in found.shares)
-    names = ["learner", "records", *(["ε at most", "noise multiplier", "steps at most"] if private else [])]
+    names = ["learner", "records", *(["ε at most", "noise", "steps at most"] if private else [])]
     rows = []
     for share in found.shares[:MOST_SHARES]:
         row = [share.learner, f"{share.records:,}"]

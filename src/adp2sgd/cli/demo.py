@@ -50,9 +50,11 @@ def play(*, as_json: bool = False) -> None:
     columns = ["algorithm", "accuracy", "virtual time", "speed-up", "staleness", "ε"]
     view.table(title, columns, [_row(name, *runs) for name, runs in rows.items()])
     private = rows["A(DP)²SGD, 4 learners"][0]
-    print("speed-up: over SYNC with as many learners. staleness: global steps between reading a model and updating it.")
-    print("The rows with 4 learners train the same model (a CNN) on the same records, without and with privacy.")
-    print(f"A(DP)²SGD {view.privacy_line(private)}")
+    view.say(
+        "speed-up: over SYNC with as many learners. staleness: global steps between reading a model and updating it."
+    )
+    view.say("The rows with 4 learners train the same model (a CNN) on the same records, without and with privacy.")
+    view.say(f"A(DP)²SGD {view.privacy_line(private)}")
 
 
 def _run(name: str, config: Config) -> Run:

@@ -65,10 +65,12 @@ def _flag(name: str, value: str | None) -> list[str]:
 
 
 def _report(path: Path, draft: Draft) -> None:
-    print(f"wrote {path}: {draft.records:,} records, {len(draft.sites) or 'no'} sites")
+    from adp2sgd.cli import view
+
+    view.say(f"wrote {path}: {draft.records:,} records, {len(draft.sites) or 'no'} sites")
     if draft.open:
-        print(f"fill in {len(draft.open)} fields there that only you know: {', '.join(draft.open)}")
-    print(f"then: adp2sgd check {path}, and adp2sgd train {path}")
+        view.say(f"fill in {len(draft.open)} fields there that only you know: {', '.join(draft.open)}")
+    view.say(f"then: adp2sgd check {path}, and adp2sgd train {path}")
 
 
 def _of_table(

@@ -14,13 +14,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from adp2sgd.cli.view import SPACING, plain_table, quality, text_width
+from adp2sgd.cli.view import fitting, plain_table, quality
 
 if TYPE_CHECKING:
     from adp2sgd.engine.status import LearnerStatus, RunStatus
 
 COLUMNS = ("learner", "state", "steps", "steps/s", "staleness", "exchanges", "busy", "held-out", "ε spent")
-FIRST_DROPPED = ("busy", "exchanges", "staleness", "steps/s", "held-out")  # where the terminal is too narrow
+DISPENSABLE = ("busy", "exchanges", "staleness", "steps/s", "held-out")  # where the terminal is too narrow
 REDRAW_S = 0.25
 LINE_S = 10.0  # between two plain lines, unless a tenth of the run has passed
 AROUND = 7  # lines of the terminal that are not learners' rows
@@ -129,13 +129,12 @@ def picture(head: str, run: RunStatus, left: float | None, console: Console) -> 
 def table(run: RunStatus, width: int, height: int) -> RenderableType:
     """One row per learner, as many as `height` lines hold, with the columns that `width` holds."""
     shown = run.learners if len(run.learners) <= height else run.learners[: max(1, height - 1)]
-    cells = [dict(zip(COLUMNS, row(each), strict=True)) for each in shown]
-    names = [name for name in COLUMNS if name == "learner" or any(each[name] for each in cells)]
-    for name in FIRST_DROPPED:
-        if sum(SPACING + max(text_width(each[key]) for each in [*cells, {key: key}]) for key in names) <= width:
-            break
-        names = [key for key in names if key != name]
-    rows = plain_table(names, [[each[name] for name in names] for each in cells], left=("learner", "state"))
+    cells = [row(each) for each in shown]
+    told = [place for place, column in enumerate(zip(*cells, strict=True)) if not place or any(column)]
+    names, cells = [COLUMNS[place] for place in told], [tuple(each[place] for place in told) for each in cells]
+    kept = fitting(names, cells, width, DISPENSABLE)
+    lines = [[each[place] for place in kept] for each in cells]
+    rows = plain_table([names[place] for place in kept], lines, left=("learner", "state"))
     more = len(run.learners) - len(shown)
     return Group(rows, Text(f" and {more:,} more learners")) if more else rows
 
@@ -147,7 +146,7 @@ def row(status: LearnerStatus) -> tuple[str, ...]:
     held_out = "" if loss is None else f"{loss:.3f}" + ("" if accuracy is None else f" {accuracy:.1%}")
     spent = ""
     if status.drawn is not None:
-        spent = "…" if status.epsilon_spent is None else f"{status.epsilon_spent:.2f}"
+        spent = "–" if status.epsilon_spent is None else f"{status.epsilon_spent:.2f}"
         spent += "" if status.epsilon is None else f" of {status.epsilon:.2f}"
     return (
         status.name,

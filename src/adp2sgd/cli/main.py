@@ -14,7 +14,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from adp2sgd.cli import inspect, training
+from adp2sgd.cli import inspect, model, training
 from adp2sgd.cli.certs import certs
 from adp2sgd.cli.check import check
 from adp2sgd.cli.doctor import doctor
@@ -23,7 +23,7 @@ from adp2sgd.cli.options import Json
 from adp2sgd.cli.privacy import privacy
 from adp2sgd.cli.report import report
 from adp2sgd.cli.sites import sites
-from adp2sgd.errors import Adp2sgdError
+from adp2sgd.errors import DEBUG, Adp2sgdError, debugging, print_debug, print_users_error
 
 INTERRUPTED = 130
 app = typer.Typer(
@@ -49,6 +49,9 @@ def options(
         Optional[Path],  # noqa: UP045
         typer.Option(help="The folder of data sets (default: $ADP2SGD_DATA, then the user's cache)."),
     ] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of any error (as ADP2SGD_DEBUG=1 does).")
+    ] = False,
     version: Annotated[
         bool,
         typer.Option(
@@ -61,6 +64,8 @@ def options(
 ) -> None:
     if data_dir is not None:
         os.environ["ADP2SGD_DATA"] = str(data_dir)
+    if debug:
+        os.environ[DEBUG] = "1"
 
 
 def demo(
@@ -115,6 +120,9 @@ VERBS: tuple[tuple[str, Callable[..., None], str, str], ...] = (  # name, functi
         "Write a page about a run, or compare several.",
         "runs/first runs/second -o comparison.html",
     ),
+    ("predict", model.predict, "Say what a finished model makes of new data.", "runs/first new.csv -o predicted.csv"),
+    ("evaluate", model.evaluate, "Measure a finished model on labelled data.", "runs/first --data 2024.csv --json"),
+    ("export", model.export, "Hand a finished model on, with a model card.", "runs/first --format onnx"),
     (
         "topology",
         inspect.topology,
@@ -156,21 +164,23 @@ def run(application: typer.Typer, program: str) -> None:
             _fail(program, "interrupted", INTERRUPTED)
         sys.exit(code)
     except Adp2sgdError as error:
+        if debugging():
+            print_debug(error)
         _fail(program, str(error), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         _fail(program, "interrupted", INTERRUPTED)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EPIPE) or _can_print():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to print goes nowhere
-        _fail(program, f"cannot write to standard output ({error.strerror})", 1)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EPIPE) and not _can_print():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to print goes nowhere
+            _fail(program, f"cannot write to standard output ({error.strerror})", 1)
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())  # type: ignore[attr-defined]
             sys.exit(2)
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # wrong usage, found by typer
             _fail(program, f"{error.format_message()} (see --help)", 2)
-        raise
+        if debugging() or not print_users_error(error, program):
+            raise
+        sys.exit(1)
 
 
 def _can_print() -> bool:

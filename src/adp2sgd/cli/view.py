@@ -45,18 +45,45 @@ def print_json(value: Any) -> None:
     print(to_json(value, indent=1))
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> None:
+def say(text: str) -> None:
+    """A line on standard output. A terminal gets it broken between words, a pipe as it is."""
+    console = Console()
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Sequence[str] = (),
+    dispensable: Sequence[str] = (),
+) -> None:
     """A table on standard output; figures to the right, the first column and those named in `left` to the left.
 
-    Nothing is cut off: where the terminal is too narrow, cells go on in the next line.
+    On a terminal that is too narrow the `dispensable` columns are left out, the first ones first. Where that is not
+    enough, cells go on in the next line.
     """
-    console = Console()
+    console, rows = Console(), [list(row) for row in rows]
     if not console.is_terminal:
         console.width = 160
-    console.print(plain_table(columns, rows, left=(columns[0], *left), title=title))
+    kept = fitting(columns, rows, console.width, dispensable)
+    shown = [[row[place] for place in kept] for row in rows]
+    names = [columns[place] for place in kept]
+    console.print(plain_table(names, shown, left=(columns[0], *left), title=title))
 
 
-SPACING = 3  # terminal columns from one column of a table to the next, at most
+SPACING = 3  # characters between two columns of a table
+
+
+def fitting(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, dispensable: Sequence[str]) -> list[int]:
+    """The places of those columns that `width` characters hold; of all others the first `dispensable` go first."""
+    kept = list(range(len(columns)))
+    sizes = [max(text_width(cell) for cell in cells) for cells in zip(columns, *rows, strict=True)]
+    for name in dispensable:
+        if sum(sizes[place] + SPACING for place in kept) - SPACING <= width:
+            break
+        kept = [place for place in kept if columns[place] != name]
+    return kept
 
 
 def plain_table(
@@ -78,12 +105,12 @@ def text_width(text: str) -> int:
 
 def print_run(run: Run) -> None:
     """A run's result: one line for the whole, one row per learner, and what its privacy is worth."""
-    print(
+    say(
         f"{run.task} {run.algorithm}: {quality(run.accuracy, run.loss)} after {run.epochs:.4g} epochs "
         f"({run.global_steps:,} steps) in {run.seconds:,.1f} s ({run.clock}); consensus {run.consensus:.3g}"
     )
     measured = "loss" if run.accuracy is None else "accuracy"
-    columns = ["learner", "steps", "share", "staleness mean / max", "exchanges", "busy", measured]
+    columns = ["learner", "steps", "share", "staleness", "exchanges", "busy", measured]
     private = any(each.epsilon is not None for each in run.learners)
     rows = []
     for each in run.learners[:32]:
@@ -93,15 +120,16 @@ def print_run(run: Run) -> None:
         row += [epsilon(each)] if private else []
         rows.append(row)
     more = len(run.learners) - len(rows)
-    table("learners" + (f" (and {more} more in result.json)" if more else ""), columns + ["ε"] * private, rows)
+    title = "learners; staleness: mean / max" + (f" (and {more} more in result.json)" if more else "")
+    table(title, columns + ["ε"] * private, rows, dispensable=("busy", "share", "exchanges", "staleness"))
     for site, figures in run.sites.items():
         how = quality(figures.get("accuracy"), figures.get("loss"))
-        print(f"site {site}: {how} on {figures['records']} held-out records")
-    print(privacy_line(run))
+        say(f"site {site}: {how} on {figures['records']} held-out records")
+    say(privacy_line(run))
     for note in run.notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
     if run.folder:
-        print(f"record: {run.folder}")
+        say(f"record: {run.folder}")
 
 
 def epsilon(learner: LearnerResult) -> str:

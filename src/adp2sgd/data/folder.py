@@ -21,6 +21,7 @@ from adp2sgd.files import replacing
 
 if TYPE_CHECKING:
     from adp2sgd.data.encoder import Encoder
+    from adp2sgd.data.image_encoder import ImageEncoder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +39,7 @@ class Source:
     identifier: str | None = None  # what seems to tell whose a record is, where records have no units
     loss: Callable[[Tensor, Tensor], Tensor] | None = None  # one per record; None: the cross-entropy
     metrics: tuple[str, ...] = ("accuracy",)
-    encoder: Encoder | None = None  # turns new inputs into records without the training data
+    encoder: Encoder | ImageEncoder | None = None  # turns new inputs into records without the training data
 
 
 def cache_folder() -> Path:

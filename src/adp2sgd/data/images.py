@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from adp2sgd.data.folder import Source, held_out, read_bytes
+from adp2sgd.data.image_encoder import MODES, SUFFIXES, ImageEncoder, decode
 from adp2sgd.data.records import Records, Units
 from adp2sgd.errors import DataError
-
-SUFFIXES = (".png", ".jpg", ".jpeg")
-MODES = {1: "L", 3: "RGB"}  # channels → Pillow's name of the mode
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,10 @@ def load(
     train, held = (records.take(rows.nonzero()[:, 0]) for rows in (~test, test))
     half = (0.5,) * channels
     fitted = "the names of the classes" if classes is None else None
-    return Source(train=train, test=held, classes=len(names), prepare=Normalize(half, half), fitted=fitted)
+    encoder = ImageEncoder(size=tuple(pixels.shape[2:]), channels=channels, classes=tuple(names))
+    return Source(
+        train=train, test=held, classes=len(names), prepare=Normalize(half, half), fitted=fitted, encoder=encoder
+    )
 
 
 def _refuse_divided(images: list[_Image], test: list[bool]) -> None:
@@ -124,7 +123,7 @@ def _read(
     pixels, test = [], []
     for image in images:
         content = read_bytes(image.path)
-        pixels.append(_decode(content, image.path, channels, size))
+        pixels.append(decode(content, image.path, channels, size))
         told_by = image.unit.encode() or content
         test.append(held_out(told_by, test_fraction) if image.test is None else image.test)
         if pixels[-1].shape != pixels[0].shape:
@@ -133,18 +132,3 @@ def _read(
             raise DataError(f"{image.path} is {height}×{width}, the images before {usual}; give size=(height, width)")
     _refuse_divided(images, test)
     return torch.from_numpy(np.stack(pixels)), torch.tensor(test)
-
-
-def _decode(content: bytes, path: Path, channels: int, size: tuple[int, int] | None) -> npt.NDArray[np.uint8]:
-    """Pixels [channels, height, width]."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(content)) as opened:
-            image = opened.convert(MODES[channels])
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} is damaged or no image ({type(error).__name__}); replace or remove it") from None
-    if size is not None:
-        image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
-    pixels = np.asarray(image, np.uint8)
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)

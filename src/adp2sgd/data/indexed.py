@@ -188,14 +188,14 @@ def in_thread(records: RecordSet) -> RecordSet:
 
 def detached(records: RecordSet) -> Any:
     """What to hand over to a process that has the dataset already: of records in memory, all."""
-    return (records.rows, records.sites) if isinstance(records, DatasetRecords) else records
+    return (records.rows, records.sites, records.units) if isinstance(records, DatasetRecords) else records
 
 
 def attached(own: Any, dataset: RecordSet) -> RecordSet:
     """The records that `detached` stands for."""
     if not isinstance(dataset, DatasetRecords):
         return own  # type: ignore[no-any-return]
-    return replace(dataset, rows=own[0], sites=own[1])
+    return replace(dataset, rows=own[0], sites=own[1], units=own[2])
 
 
 def as_records(

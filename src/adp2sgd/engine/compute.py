@@ -132,7 +132,7 @@ def begin_with(model: FlatModel, path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = path / "model.safetensors" if path.is_dir() else path
+    file = path / "model/weights.safetensors" if path.is_dir() else path
     try:
         model.module.load_state_dict(load_file(file, device=str(model.device)))
     except (OSError, SafetensorError) as error:

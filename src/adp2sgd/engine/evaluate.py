@@ -15,49 +15,11 @@ from adp2sgd.data.records import RecordSet
 from adp2sgd.device import laid_out
 from adp2sgd.errors import WITHHELD, ConfigError, reason
 from adp2sgd.flat import FlatModel
-from adp2sgd.metrics import Mean
+from adp2sgd.metrics import Figures, Scores
 from adp2sgd.task import Task
 
 PIECE = 1000  # records at a time, at most
 PIECE_BYTES = 64 << 20  # and at most so much of a dataset that is read by index
-
-Figures = dict[str, float | None]
-"""The loss and the task's metrics by name; None where one could not be computed, or is not finite."""
-
-
-class Scores:
-    """Loss and metrics, summed up batch by batch. Outputs are kept only for metrics that need all of them at once."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._means = {name: metric for name, metric in task.metrics.items() if isinstance(metric, Mean)}
-        self._whole = {name: metric for name, metric in task.metrics.items() if name not in self._means}
-        self._loss, self._records = 0.0, 0
-        self._sums = dict.fromkeys(self._means, 0.0)
-        self._counts = dict.fromkeys(self._means, 0)
-        self._kept: list[tuple[Any, Tensor]] = []
-
-    def add(self, outputs: Any, targets: Tensor) -> None:
-        self._loss += float(self._task.loss(outputs, targets).double().sum())
-        self._records += len(targets)
-        for name, metric in self._means.items():
-            terms = metric.terms(outputs, targets)
-            self._sums[name] += float(terms.double().sum())
-            self._counts[name] += terms.numel()
-        if self._whole:
-            self._kept.append((tree.each(Tensor.cpu, outputs), targets.cpu()))
-
-    def figures(self) -> Figures:
-        found: Figures = {"loss": self._loss / self._records}
-        if self._whole:
-            outputs = tree.joined([each for each, _ in self._kept])
-            targets = torch.cat([each for _, each in self._kept])
-        for name in self._task.metrics:
-            if name in self._means:
-                found[name] = self._sums[name] / max(1, self._counts[name])
-            else:
-                found[name] = float(self._whole[name](outputs, targets))
-        return found
 
 
 def pieces(records: RecordSet, most: int = PIECE) -> Iterator[tuple[Any, Tensor]]:
@@ -92,7 +54,7 @@ def evaluate(
     """
     model.load(state)
     model.module.eval()
-    scores = Scores(task)
+    scores = Scores(task.loss, task.metrics)
     for stored, targets in pieces(task.test if rows is None else task.test.take(rows), most):
         if stop():
             return {}
@@ -103,8 +65,8 @@ def evaluate(
 
 
 class HeldOut:
-    """The held-out records of a run. By the time that they are evaluated the training is done and, in private mode,
-    paid for: an error costs the figures, never the run. `notes` tells what failed, each thing once."""
+    """The held-out records of a run. They are evaluated when training is done and its privacy spent.
+    An error therefore costs the figures, never the run. `notes` lists what failed, without repetition."""
 
     def __init__(self, model: FlatModel, task: Task, *, private: bool) -> None:
         self.notes: list[str] = []

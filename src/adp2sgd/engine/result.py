@@ -10,15 +10,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from adp2sgd import model_folder
 from adp2sgd.config import Config
 from adp2sgd.engine.budgets import new_ledgers
 from adp2sgd.engine.compute import Compute
-from adp2sgd.engine.evaluate import Figures, HeldOut
+from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan
 from adp2sgd.engine.status import Counters
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL, Guarantee
-from adp2sgd.run_folder import Folder, LearnerResult, Point, Run, versions
+from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run, versions
 from adp2sgd.task import Task
 
 NO_GUARANTEE = {
@@ -98,7 +100,7 @@ def finish(
             *_stopped(setup.plan, last.epoch, stopped),
             *_apart(last.consensus, theta),
             *_at_chance(last.metrics.get("accuracy"), setup.task),
-            *_capped(learners, whole=last.global_steps >= setup.plan.target_steps),
+            *_capped(learners, setup.site_names, whole=last.global_steps >= setup.plan.target_steps),
             *new_ledgers(config, [each.budget for each in learners if each.budget is not None]),
         ),
         versions=versions(),
@@ -153,15 +155,14 @@ def learner_result(
     )
 
 
-def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
-    """Who trained no more from some step on: with uneven speeds the fast learners, to the surprise of many. In a
-    `whole` run where all have taken the last step that they may, they have simply finished."""
-    at = [
-        each.number for each in learners if each.budget is not None and each.budget.steps >= each.budget.plan.max_steps
-    ]
+def _capped(learners: Sequence[Accounted], names: Sequence[str | None], *, whole: bool) -> list[str]:
+    """A note on the learners that reached their cap: with uneven speeds, the fast ones. There is none for a `whole` run
+    in which all learners reached it, because that is how such a run ends."""
+    ended = [each.budget is not None and each.budget.steps >= each.budget.plan.max_steps for each in learners]
+    at = [names[each.number] or str(each.number) for each, done in zip(learners, ended, strict=True) if done]
     if not at or (whole and len(at) == len(learners)):
         return []
-    who = f"learner{'s' if len(at) > 1 else ''} {', '.join(map(str, at[:8]))}{' and more' if len(at) > 8 else ''}"
+    who = f"learner{'s' if len(at) > 1 else ''} {', '.join(at[:8])}{' and more' if len(at) > 8 else ''}"
     return [
         f"{who} reached the cap on private steps and only averaged from then on; a larger privacy.headroom (more "
         "noise) or privacy.epsilon allows more steps"
@@ -170,7 +171,7 @@ def _capped(learners: Sequence[Accounted], *, whole: bool) -> list[str]:
 
 def _guarantee(learners: Sequence[Accounted], *, at_cap: bool) -> Guarantee | None:
     """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
-    spent, and the largest that was. `at_cap`: a run whose end was chosen counts as if it had spent all that it may."""
+    spent, and the largest that was. `at_cap`: a run that was stopped counts as having spent all that it may."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
     if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
         return None
@@ -211,7 +212,8 @@ def _by_site(setup: Stage, theta: Tensor) -> dict[str, dict[str, Any]]:
 
 
 def save_model(setup: Stage, theta: Tensor, folder: Folder) -> None:
-    """θ as model.safetensors."""
-    config = setup.plan.config
-    facts = {"task": config.task, "options": config.options}
-    folder.save_tensors("model.safetensors", setup.compute.named(theta), facts)
+    """θ, and all that is needed to use it. A model that cannot be kept whole costs a note, never the run."""
+    graph = not folder.path.parent.name.startswith(SCRATCH)
+    why = model_folder.save(folder, setup.task, setup.compute.named(theta), setup.plan.config.task, graph=graph)
+    if why is not None:
+        setup.held_out.notes.append(why)

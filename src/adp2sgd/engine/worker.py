@@ -231,7 +231,8 @@ class Worker:
         self.note_step(stale, began)
 
     def _start(self) -> float:
-        """Now; or, with padded steps, when the last one's time was up: what follows the padding adds nothing."""
+        """When this step begins: now, or with padded steps when the last step's time was over. So
+        work between two steps does not lengthen them."""
         now, late = time.monotonic(), LATE * self.config.speeds.step_s
         return self._padded_to if self.config.speeds.pad and now - self._padded_to < late else now
 
@@ -364,7 +365,7 @@ class Worker:
         self.exchange.lost = False
 
     def _copy_from_somebody(self) -> bool:
-        """One-way: a neighbour's current model, without momentum. Neighbours first, then anybody."""
+        """Copy another learner's current model, without optimizer state. Neighbours are asked first."""
         stream = random.Random()
         near = set(self.plan.graph.neighbours[self.place.learner])
         others = sorted(self.place.others, key=lambda k: (k not in near, stream.random()))

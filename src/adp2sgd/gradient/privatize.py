@@ -82,7 +82,8 @@ class PlainStep:
         """Nothing is clipped. The sum lies in `model.grad`."""
         if self._captured is None or self._captured[0] is not model:
             work = partial(self._sum, model, self._network(model.module))
-            self._captured = (model, CapturedGraphs(work) if repeatable(model.module, self._loss) else work)
+            captured = isinstance(batch.inputs, Tensor) and repeatable(model.module, self._loss)
+            self._captured = (model, CapturedGraphs(work) if captured else work)
         before = model.buffers.clone() if len(model.buffers) else None
         model.module.train()
         self._captured[1](tree.each(laid_out, batch.inputs), batch.targets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,17 @@ def build(name: str, /, **options: Any) -> nn.Module:
     if missing:
         raise ConfigError(f"model {name} needs {' and '.join(missing)}; set it as a model option")
     return MODELS[name](**options)
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """Makes the model `name` with these options: a constructor that can be written to a file."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    def __call__(self) -> nn.Module:
+        return build(self.name, **self.options)
 
 
 def catalogue() -> list[ModelInfo]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from adp2sgd.report import words
 from adp2sgd.report.colours import series
-from adp2sgd.report.figure import Figure, layout
+from adp2sgd.report.figure import Cell, Figure, layout
 from adp2sgd.report.network import network
 from adp2sgd.report.run_data import Floats, RunData
 from adp2sgd.report.sampling import METHOD, MOST, thinned
@@ -128,7 +128,7 @@ def _bars(
         showlegend=len(values) > 1,
         hovermode="x unified",
     )
-    rows = [(name, *(heights[k] for heights in values.values())) for k, name in enumerate(names)]
+    rows: list[list[Cell]] = [[name, *(heights[k] for heights in values.values())] for k, name in enumerate(names)]
     return Figure(id=key, title=title, traces=traces, layout=shape, columns=("learner", *values), rows=rows, **more)
 
 

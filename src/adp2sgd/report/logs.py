@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +54,7 @@ def step_log(rows: list[dict[str, Any]]) -> StepLog:
     )
 
 
-def column(rows: list[dict[str, Any]] | list[dict[str, float]], name: str, default: float = np.nan) -> Floats:
+def column(rows: Sequence[Mapping[str, Any]], name: str, default: float = np.nan) -> Floats:
     values = (row.get(name) for row in rows)
     return np.array([default if value is None else value for value in values], dtype=np.float64)
 

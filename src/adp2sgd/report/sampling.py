@@ -32,4 +32,5 @@ def thinned(x: Floats, y: Floats, most: int = MOST) -> NDArray[np.intp]:
         cx, cy = x[after].mean(), y[after].mean()
         areas = np.abs((ax - cx) * (y[low:high] - ay) - (ax - x[low:high]) * (cy - ay))
         kept.append(int(low + areas.argmax()))
-    return finite[np.array([*kept, len(x) - 1])]
+    found: NDArray[np.intp] = finite[np.array([*kept, len(x) - 1])]
+    return found

@@ -81,6 +81,7 @@ def from_files(
         prepare=source.prepare,
         augment=crop_and_flip if (family.augment if augment is None else augment) else None,
         fitted=source.fitted,
+        encoder=source.encoder,
         identifier=source.identifier,
     )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adp2sgd.data import synthetic
+from adp2sgd.data.preparation import Affine
 from adp2sgd.task import Task
 from adp2sgd.tasks.options import builder
 
@@ -17,11 +18,7 @@ def digits(*, model: str = "mlp", **model_options: Any) -> Task:
     train, test = synthetic.digits()
     shapes = {"cnn": {"size": 8, "channels": 1}, "mlp": {"inputs": 64}, "logistic": {"inputs": 64}}
     build = builder("digits", model, shapes, {"classes": 10, **model_options})
-    return Task(model=build, train=train, test=test, prepare=_sixteenths)
-
-
-def _sixteenths(pixels: Tensor) -> Tensor:
-    return pixels / 8 - 1  # stored values are 0 to 16
+    return Task(model=build, train=train, test=test, prepare=Affine(8.0, -1.0))  # stored values are 0 to 16
 
 
 def blobs(

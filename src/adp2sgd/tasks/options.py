@@ -33,6 +33,7 @@ def builder(
     """A constructor for one of the models that suit the family; refuses unknown names and options at once."""
     check_model(family, model, shapes)
     arguments = {**shapes[model], **options}
+    made = models.BuiltIn(model, arguments)
     with torch.device("meta"):
-        models.build(model, **arguments)
-    return lambda: models.build(model, **arguments)
+        made()
+    return made

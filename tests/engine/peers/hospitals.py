@@ -166,7 +166,7 @@ class Hospitals:
 
     def apart(self) -> float:
         """The largest distance of two sites' models, relative to the first one's norm."""
-        found = [load_file(self.folder(name) / "model.safetensors") for name in self.names]
+        found = [load_file(self.folder(name) / "model/weights.safetensors") for name in self.names]
         vectors = [torch.cat([each.flatten() for each in model.values()]) for model in found]
         most = max(float(torch.linalg.vector_norm(one - other)) for one in vectors for other in vectors)
         return most / float(torch.linalg.vector_norm(vectors[0]))

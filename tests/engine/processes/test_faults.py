@@ -314,7 +314,7 @@ def test_sync_goes_on_from_the_newest_model_alone(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="learner 2 was lost"):
         train(settings, tmp_path / "run", resume=True, on_status=kill)
     train(settings, tmp_path / "run", resume=True)
-    end = load_file(tmp_path / "run/model.safetensors")
+    end = load_file(tmp_path / "run/model/weights.safetensors")
     assert all(torch.allclose(each, torch.tensor(0.25), atol=1e-3) for each in end.values())
 
 
@@ -464,7 +464,8 @@ def leftovers(folder: Path) -> set[str]:
     known = {
         "config.toml",
         "result.json",
-        "model.safetensors",
+        "weights.safetensors",
+        "model.json",
         "status.json",
         "events.jsonl",
         "checkpoint.safetensors",

@@ -134,7 +134,7 @@ def assert_whole(run: Run, folder: Path) -> None:
     settings = Folder.open(folder).settings
     task = resolve(str(settings.task), settings.options)
     module = task.model()
-    module.load_state_dict(load_file(folder / "model.safetensors"))
+    module.load_state_dict(load_file(folder / "model/weights.safetensors"))
     losses = task.loss(module.eval()(task.prepare(task.test.inputs)), task.test.targets)
     assert float(losses.detach().mean()) == pytest.approx(run.loss, rel=1e-5)
 
@@ -271,7 +271,7 @@ def test_a_lone_learner_is_plain_sgd_to_the_bit(algorithm: str, tmp_path: Path) 
     assert real.keys() == simulated.keys()
     assert all(torch.equal(real[part], simulated[part]) for part in real)
     assert sum(part.startswith("optimizer.") for part in real) == (1 if algorithm == "sync" else 5)
-    models = [load_file(tmp_path / engine / "model.safetensors") for engine in ("real", "simulated")]
+    models = [load_file(tmp_path / engine / "model/weights.safetensors") for engine in ("real", "simulated")]
     assert all(torch.equal(models[0][part], models[1][part]) for part in models[0])
 
 

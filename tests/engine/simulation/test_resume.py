@@ -124,11 +124,11 @@ def test_a_killed_process_resumes_to_the_same_result(kill: signal.Signals, tmp_p
 
 @pytest.mark.parametrize("task", ["digits/cnn", "digits/mlp"])
 def test_the_model_of_a_run_is_torchs_own(task: str, tmp_path: Path) -> None:
-    """model.safetensors goes into a module of the user's, without us, and is as good as the run says."""
+    """weights.safetensors goes into a module of the user's, without us, and is as good as the run says."""
     run = simulate(Config(task=task, learners=2, epochs=1, seed=0, device="cpu"), tmp_path / "run")
     made = resolve(task, {})
     module = made.model()
-    module.load_state_dict(load_file(tmp_path / "run/model.safetensors"))
+    module.load_state_dict(load_file(tmp_path / "run/model/weights.safetensors"))
     right = module.eval()(made.prepare(made.test.inputs)).argmax(1) == made.test.targets
     assert float(right.float().mean()) == pytest.approx(run.accuracy, abs=1e-6)
     assert run.accuracy is not None
@@ -136,7 +136,7 @@ def test_the_model_of_a_run_is_torchs_own(task: str, tmp_path: Path) -> None:
     ours = load_model(tmp_path / "run")
     assert not ours.training
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), module.parameters(), strict=True))
-    (tmp_path / "run/model.safetensors").unlink()
+    (tmp_path / "run/model/weights.safetensors").unlink()
     with pytest.raises(ConfigError, match="finished run"):
         load_model(tmp_path / "run")
 
@@ -257,7 +257,7 @@ def test_a_record_is_as_open_as_the_user_wants_it(quadratic_config: Config, tmp_
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {path.name for path in files} >= {"config.toml", "result.json", "model.safetensors", "events.jsonl"}
+    assert {path.name for path in files} >= {"config.toml", "result.json", "weights.safetensors", "events.jsonl"}
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 

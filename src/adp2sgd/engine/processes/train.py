@@ -14,7 +14,6 @@ from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine import extension
 from adp2sgd.engine.budgets import open_budget, read_budget
-from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.processes.forkserver import ForkServer
 from adp2sgd.engine.processes.seat import Seat
@@ -23,12 +22,21 @@ from adp2sgd.engine.result import finish, learner_result, save_model
 from adp2sgd.engine.setup import Setup, beginning, prepare
 from adp2sgd.engine.status import OnStatus, RunStatus, StatusFile
 from adp2sgd.engine.theta import Mean, mean_of
-from adp2sgd.errors import ConfigError, InterruptedRunError, LedgerError, RunError, callback, telling_no_values
+from adp2sgd.errors import (
+    ConfigError,
+    InterruptedRunError,
+    LedgerError,
+    RunError,
+    callback,
+    showing_users_code,
+    telling_no_values,
+)
 from adp2sgd.exchange.shared import require_linux
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.randomness.streams import Streams
-from adp2sgd.run_folder import SESSION, Folder, LearnerResult, Run
+from adp2sgd.run_folder import SCRATCH, SESSION, Folder, LearnerResult, Run
 from adp2sgd.task import Task
 from adp2sgd.tasks import named
 
@@ -37,13 +45,14 @@ MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 
 @dataclass(frozen=True, eq=False)
 class Account:
-    """A learner after its end: its ledger has the last word on what was spent."""
+    """What a result needs of a learner after its end. What was spent is read from its ledger."""
 
     number: int
     budget: Budget | None
     noise_source: str
 
 
+@showing_users_code
 def train(
     config: Config,
     folder: str | Path | None = None,
@@ -54,7 +63,8 @@ def train(
     on_status: OnStatus = None,
     patience: Patience | None = None,
 ) -> Run:
-    """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
+    """Run `config` in real time, one process per learner. `folder` keeps all files of the run; without it
+    nothing is left behind.
 
     `task` is the task itself, instead of the one that `config.task` names.
 
@@ -65,7 +75,7 @@ def train(
     if config.learners > MOST_LEARNERS:
         raise ConfigError(f"learners = {config.learners} is too many for train ({MOST_LEARNERS} at most); use simulate")
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch, telling_that_nothing_is_kept():
+        with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch, telling_that_nothing_is_kept():
             given: dict[str, Any] = {"exchange": exchange, "on_status": on_status, "patience": patience}
             return replace(train(config, Path(scratch) / "run", task=task, **given), folder=None)
     with telling_no_values(config.privacy.mode == "private"):
