@@ -41,6 +41,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "exchange"), str(ROOT / "benchmarks")]
 
 from adp2sgd.config import Config  # noqa: E402
+from adp2sgd.engine.peers.join import SWITCH_S  # noqa: E402
 from adp2sgd.engine.setup import prepare  # noqa: E402
 from adp2sgd.exchange.duplex import DuplexExchange  # noqa: E402
 from adp2sgd.exchange.handshake import Peer  # noqa: E402
@@ -364,13 +365,19 @@ def pem(number: int) -> tuple[bytes, bytes, bytes]:
 
 
 def rate(near: Site, step: Callable[[], None], steps: int, *, exchanging: bool) -> float:
-    """Steps per second."""
-    began = time.perf_counter()
+    """Steps per second, not counting the time in which other processes held this thread's core."""
+    began, queued = time.perf_counter(), queued_s()
     for _ in range(steps):
         if exchanging:
             near.thread.want(1)
         step()
-    return steps / (time.perf_counter() - began)
+    return steps / (time.perf_counter() - began - (queued_s() - queued))
+
+
+def queued_s() -> float:
+    """Seconds for which this thread was ready and had no core."""
+    schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    return int(schedstat.read_text().split()[1]) / 1e9 if schedstat.exists() else 0.0
 
 
 def rates(near: Site, step: Callable[[], None], step_s: float) -> tuple[float, int]:
@@ -394,6 +401,7 @@ def sleeping(mib: float, rounds: int) -> dict[str, Any]:
 
 def computing(mib: float, rounds: int) -> dict[str, Any]:
     """This thread computes on core 0; the exchange, its link and the other site run on core 1."""
+    sys.setswitchinterval(SWITCH_S)
     with pair(SMALL_MIB) as (near, pipe):
         ask(pipe, "pin", 1)
         for thread in os.listdir("/proc/self/task"):

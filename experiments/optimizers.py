@@ -23,8 +23,8 @@ from adp2sgd.tasks.generated import digits
 RATES = {
     "sgd": (0.1, 0.316, 1.0, 3.16),
     "sgd, momentum 0.9": (0.01, 0.0316, 0.1, 0.316),
-    "adam": (0.001, 0.00316, 0.01, 0.0316),
-    "adamw": (0.001, 0.00316, 0.01, 0.0316),
+    "adam": (0.00316, 0.01, 0.0316, 0.1),
+    "adamw": (0.00316, 0.01, 0.0316, 0.1),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {},
@@ -60,7 +60,7 @@ TASKS = {"digits, MLP": lambda: digits(model="mlp"), "digits, transformer": tran
 
 def run(task: str, name: str, rate: float, seed: int, epsilon: float) -> Run:
     config = Config(
-        learners=2, epochs=30, batch_size=64, seed=seed, device="cpu", evaluate_every=1e9, checkpoint_every=0,
+        learners=2, epochs=20, batch_size=64, seed=seed, device="cpu", evaluate_every=1e9, checkpoint_every=0,
         optimizer=Optimizer(lr=rate, schedule="cosine", **SETTINGS[name]),
         privacy=Privacy(mode="private", epsilon=epsilon, delta=1e-4),
     )  # fmt: skip

@@ -21,12 +21,13 @@ from adp2sgd.config import Config, Optimizer, Privacy, Speeds
 from adp2sgd.device import can_compile, laid_out, let_go, precision_on
 from adp2sgd.engine import simulate, train
 from adp2sgd.engine.compute import pick_device
-from adp2sgd.engine.evaluate import Figures, evaluate
+from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.engine.setup import Setup, prepare
 from adp2sgd.engine.simulation import checkpoint
 from adp2sgd.engine.status import RunStatus
 from adp2sgd.engine.theta import mean_of
 from adp2sgd.errors import DivergedError
+from adp2sgd.metrics import Figures
 from adp2sgd.run_folder import Folder, Point, Run, read_result
 from adp2sgd.task import Augment, Task
 from adp2sgd.tasks.generated import digits
@@ -240,7 +241,8 @@ def _simulated(settings: Config, folder: Path, resume: bool, points: dict[int, P
     if resume:
         if (folder / "result.json").exists():
             return read_result(folder)
-        points |= {p["global_steps"]: Point(**p) for p in checkpoint.read(Folder.open(folder)).facts["curve"]}
+        saved = checkpoint.read(Folder.open(folder))
+        points |= {p["global_steps"]: Point(**p) for p in (saved.facts["curve"] if saved else ())}
     else:
         shutil.rmtree(folder, ignore_errors=True)
     with watching(named(settings), quiet=quiet) as show:

@@ -54,12 +54,30 @@ def test_a_data_set_of_three_times_the_memory_limit_is_learned_below_the_limit(t
     assert peak < limit
 
 
+def test_a_table_goes_from_init_to_predict(tmp_path: Path) -> None:
+    """The commands of a new user, as processes, with the training table deleted before the predictions."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "table.py")], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=170, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "guarantee: ε = 3 at δ = 0.0001 per record" in done.stdout
+    rows = (tmp_path / "predicted.csv").read_text(encoding="utf-8").splitlines()[1:]
+    truth = (tmp_path / "new.csv").read_text(encoding="utf-8").splitlines()[1:]
+    right = [row.split(",")[1] == record.split(",")[-1] for row, record in zip(rows, truth, strict=True)]
+    assert sum(right) / len(right) > 0.75
+    accuracy = re.search(r"accuracy +([\d.]+)$", done.stdout, re.MULTILINE)
+    assert accuracy
+    assert float(accuracy[1]) == pytest.approx(sum(right) / len(right), abs=1e-3)
+
+
 def test_examples_are_short_and_linked() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     for path in SHORT:
         assert len(path.read_text(encoding="utf-8").splitlines()) < 40, path.name
         assert f"examples/{path.name}" in pages, path.name
-    assert {path.stem for path in SHORT} == {*SAYS, "larger_than_memory", "own_task"}
+    assert {path.stem for path in SHORT} == {*SAYS, "larger_than_memory", "own_task", "table"}
 
 
 def test_the_python_of_the_page_about_data_runs() -> None:

@@ -107,11 +107,11 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path) -> None:
         try:
-            import tensorboard  # noqa: F401
+            import tensorboard  # type: ignore[import-untyped]  # noqa: F401
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError("TensorBoard is not installed; pip install 'adp2sgd[tensorboard]'") from None
-        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder))
         self._seen = -1
 
     def __call__(self, status: RunStatus) -> None:

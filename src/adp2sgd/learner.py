@@ -43,7 +43,6 @@ class Learner:
         self,
         *,
         number: int,
-        name: str | None = None,
         model: FlatModel,
         sampler: Sampler,
         gradient_step: GradientStep,
@@ -52,7 +51,7 @@ class Learner:
         streams: Streams,
         budget: Budget | None = None,
     ) -> None:
-        self.number, self.name, self.steps = number, name or str(number), 0
+        self.number, self.name, self.steps = number, str(number), 0  # `name`: in messages
         self.sampler, self.optimizer, self.progress, self.budget = sampler, optimizer, progress, budget
         shared = [model.weights, model.buffers] if budget is None else [model.weights]  # private: no buffer travels
         self.vector = SharedVector(torch.cat(shared))

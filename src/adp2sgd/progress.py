@@ -32,7 +32,7 @@ def from_rows(rows: Iterable[Sequence[int]]) -> dict[Key, Count]:
 
 
 class Progress:
-    """One learner's view of everybody's step counts; its own count is always exact."""
+    """One learner's view of all learners' step counts. Its own count is always exact."""
 
     def __init__(self, learner: int, start: int = 0, *, limit: int | None = None, steps_per_epoch: float = 1.0) -> None:
         """`limit`: the steps after which the run ends; a larger count from a peer is refused as implausible.

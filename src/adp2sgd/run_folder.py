@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # reading a run needs no PyTorch, which takes seconds to load
 
 
 EVENTS = "events.jsonl"
-SESSION, SIMULATION = "session.json", "simulation.safetensors"  # what `train` and `simulate` continue from
 SCRATCH = "adp2sgd-scratch-"  # begins the name of the folder of a run that nobody keeps
+SESSION, SIMULATION = "session.json", "simulation.safetensors"  # what `train` and `simulate` continue from
 RESULT, BEFORE = "result.json", "result.before.json"  # of the run, and of what it extends
 STATUS = "status.json"
 
@@ -214,7 +214,7 @@ class Folder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes from running here; the kernel frees the folder if this one is killed."""
+        """Lock the folder against other runs. The kernel releases the lock if this process is killed."""
         with (self.path / "config.toml").open("rb") as file:
             try:
                 if not _locked(file.fileno()):
@@ -327,7 +327,7 @@ class Folder:
 
     @contextmanager
     def telling_of_full_disks(self) -> Iterator[None]:
-        """What the system refuses to write ends the run in one line; the last checkpoint stays whole."""
+        """An error of the file system ends the run with one line. The last checkpoint stays whole."""
         try:
             yield
         except OSError as error:

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
+import pytest
 import torch
 
 from adp2sgd.config import Config, Data, Optimizer, Privacy
+from adp2sgd.data.batches import PoissonBatches
 from adp2sgd.engine.plan import make_plan
 from adp2sgd.engine.setup import prepare
+from adp2sgd.randomness.streams import Streams
 
 CONFIG = Config(
     task="heart/logistic",
@@ -80,3 +83,11 @@ def test_a_site_trains_where_no_other_sites_records_are(real_data: Callable[[str
     assert torch.equal(alone, together.weights)
     ledgers = [(tmp_path / name / "ledger.jsonl").read_text().count("reserve") for name in ("all", "alone")]
     assert ledgers[0] == ledgers[1] > 0
+
+
+def test_a_declared_number_of_records_fixes_rate_and_divisor_whatever_the_true_number() -> None:
+    for records in (80, 120):
+        batches = PoissonBatches(records, 16, Streams(0, 0), declared=100)
+        assert (batches.rate, batches.expected) == (0.16, 16.0)
+        drawn = sum(len(batches.draw(step)) for step in range(400)) / 400
+        assert drawn == pytest.approx(0.16 * records, rel=0.05)  # five standard errors

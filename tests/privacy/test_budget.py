@@ -465,7 +465,7 @@ def test_a_learner_is_named_by_its_site(two_sites: Config, capsys: pytest.Captur
     assert dealt.site_names[1] is None
     assert "no learner stands for a site" in dealt.notes[0]
     assert made.notes == ()
-    wild = settings.replace(optimizer=Optimizer(lr=1e30))
+    wild = settings.replace(optimizer=Optimizer(lr=1e30, weight_decay=1e30))
     with pytest.raises(DivergedError, match=r"learner (north|south) diverged"):
         simulate(wild)
 
@@ -535,12 +535,13 @@ def test_a_run_reports_the_largest_share_that_was_spent(tmp_path: Path) -> None:
             short.draw()
     accounts = [
         Account(
+            number,
             Budget.read(tmp_path / n / "ledger.jsonl", fixed, plan_path=tmp_path / n / "run/plan.json", seeded=False),
             "",
         )
-        for n in ("a", "b")
+        for number, n in enumerate(("a", "b"))
     ]
-    told = _guarantee(accounts)
+    told = _guarantee(accounts, at_cap=False)
     assert told.epsilon == accounts[0].budget.guarantee().epsilon > accounts[1].budget.guarantee().epsilon
     assert told.epsilon_spent == accounts[1].budget.guarantee().epsilon_spent > 0
     assert "in 40 of 125 steps" in str(told)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from adp2sgd.data import features
 from adp2sgd.data.features import MISSING
-from adp2sgd.data.images import SUFFIXES
+from adp2sgd.data.image_encoder import SUFFIXES
 from adp2sgd.data.tablefile import READERS, Column, Format, Table, read
 from adp2sgd.data.target import measured
 from adp2sgd.errors import ConfigError, DataError, did_you_mean

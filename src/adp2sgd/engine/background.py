@@ -1,5 +1,4 @@
-"""A learner's third thread: events, checkpoints and looks at held-out records, so that training waits for no disk but
-its ledger's."""
+"""A learner's background thread: events, checkpoints and evaluations. Training waits for no disk but its ledger's."""
 
 from __future__ import annotations
 
@@ -14,13 +13,14 @@ from torch import Tensor
 
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.compute import Compute
-from adp2sgd.engine.evaluate import Figures, evaluate
+from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.engine.pace import Pace
 from adp2sgd.engine.site import Site
 from adp2sgd.errors import reason
 from adp2sgd.files import to_json
 from adp2sgd.flat import FlatModel
 from adp2sgd.learner import Learner
+from adp2sgd.metrics import Figures
 from adp2sgd.progress import Count, Key, to_rows
 from adp2sgd.run_folder import Folder
 
@@ -29,7 +29,7 @@ PACE_S = 0.5  # between two writes of the events
 
 
 class Background(threading.Thread):
-    """`evaluate` and `checkpoint` only leave a note; the thread does the work. `trouble` says what it could not do."""
+    """`evaluate` and `checkpoint` return at once; the thread does the work. `trouble` says what it could not do."""
 
     def __init__(
         self, site: Site, compute: Compute, learner: Learner, folder: Folder, *,
@@ -67,7 +67,7 @@ class Background(threading.Thread):
             self._wake.set()
 
     def close(self, *, checkpoint: bool) -> None:
-        """Write what is left, in this thread; the learner must rest."""
+        """Write what is pending, in the calling thread. The learner must not change meanwhile."""
         self._closing = True
         self._wake.set()
         self.join()
@@ -110,7 +110,7 @@ class Background(threading.Thread):
             self.trouble = f"checkpoints cannot be written ({error.strerror})"
 
     def _look(self) -> None:
-        """The own model on some held-out records, in a model of its own: the training thread goes on meanwhile."""
+        """Evaluate the model on some held-out records, in a module of its own: training continues meanwhile."""
         task = self._site.task
         if self._model is None:
             with torch.random.fork_rng(devices=[]):

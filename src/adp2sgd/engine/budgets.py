@@ -46,7 +46,7 @@ def read_budget(plan: Plan, number: int, site: str | None, folder: Path) -> Budg
 
 
 def new_ledgers(config: Config, budgets: Sequence[Budget]) -> list[str]:
-    """Notes on the sites' ledgers that began with this run: one in a wrong folder or of a wrong name would."""
+    """Notes on ledgers that began with this run. A wrong folder or a wrong name would begin a new ledger too."""
     new = [budget.ledger for budget in budgets if config.privacy.ledger is not None and not budget.plan.before.parts]
     if not new:
         return []
@@ -79,7 +79,7 @@ def _ledger(config: Config, number: int, site: str | None, folder: Path) -> tupl
 
 
 def _dataset(config: Config) -> str:
-    """The data's name in a ledger: the same for every model that is trained on them."""
+    """The data set's name in a ledger. It is the same for every model that is trained on the data."""
     return config.privacy.dataset or config.task.partition("/")[0]
 
 

@@ -85,7 +85,8 @@ def restore(learner: Learner, saved: Saved) -> None:
 
 
 def restore_clip_norm(folder: Folder, learner: Learner) -> None:
-    """The clip norm alone, for a learner that got its model from another one; it stays where nothing was kept."""
+    """Restore the clip norm alone, for a learner that copied its model from another one. Without a checkpoint it stays
+    as it is."""
     saved = load(folder, learner.number) if learner.clip_norm is not None else None
     if saved is not None:
         learner.clip_norm = saved.facts.get("clip_norm")

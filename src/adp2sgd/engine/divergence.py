@@ -1,4 +1,4 @@
-"""The watch over the gradients' norms, which shows that a run diverges."""
+"""Detects divergence by the norms of the gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Watch:
 
 
 def _diverged(learner: str, step: int, folder: Folder) -> DivergedError:
-    """A gradient that is not finite: at a first step it may be the records' doing."""
+    """The error for a gradient that is not finite. At a first step the cause may be the records."""
     cure = "lower optimizer.lr" if step > 1 else "look for records whose values are not finite, or lower optimizer.lr"
     return DivergedError(
         f"learner {learner} diverged at its step {step}: the gradient is no longer finite; {cure}; "

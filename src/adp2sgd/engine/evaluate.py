@@ -65,8 +65,8 @@ def evaluate(
 
 
 class HeldOut:
-    """The held-out records of a run. By the time that they are evaluated the training is done and, in private mode,
-    paid for: an error costs the figures, never the run. `notes` tells what failed, each thing once."""
+    """The held-out records of a run. They are evaluated when training is done and its privacy spent.
+    An error therefore costs the figures, never the run. `notes` lists what failed, without repetition."""
 
     def __init__(self, model: FlatModel, task: Task, *, private: bool) -> None:
         self.notes: list[str] = []

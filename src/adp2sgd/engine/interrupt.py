@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one asks for a clean end, the second one ends at once."""
+"""SIGINT and SIGTERM: the first one asks for a clean end, the second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Interrupt:
 
 @contextmanager
 def telling_that_nothing_is_kept() -> Iterator[None]:
-    """For a run without a folder of its own: there is nothing to go on with."""
+    """For a run without a folder: its interruption says that it cannot be resumed."""
     try:
         yield
     except InterruptedRunError:

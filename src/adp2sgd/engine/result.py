@@ -14,9 +14,10 @@ from adp2sgd import model_folder
 from adp2sgd.config import Config
 from adp2sgd.engine.budgets import new_ledgers
 from adp2sgd.engine.compute import Compute
-from adp2sgd.engine.evaluate import Figures, HeldOut
+from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan
 from adp2sgd.engine.status import Counters
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.mechanism import TIMED_THREAT_MODEL, Guarantee
 from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run, versions
@@ -155,8 +156,8 @@ def learner_result(
 
 
 def _capped(learners: Sequence[Accounted], names: Sequence[str | None], *, whole: bool) -> list[str]:
-    """Who trained no more from some step on: with uneven speeds the fast learners, to the surprise of many. In a
-    `whole` run where all have taken the last step that they may, they have simply finished."""
+    """A note on the learners that reached their cap: with uneven speeds, the fast ones. There is none for a `whole` run
+    in which all learners reached it, because that is how such a run ends."""
     ended = [each.budget is not None and each.budget.steps >= each.budget.plan.max_steps for each in learners]
     at = [names[each.number] or str(each.number) for each, done in zip(learners, ended, strict=True) if done]
     if not at or (whole and len(at) == len(learners)):
@@ -170,7 +171,7 @@ def _capped(learners: Sequence[Accounted], names: Sequence[str | None], *, whole
 
 def _guarantee(learners: Sequence[Accounted], *, at_cap: bool) -> Guarantee | None:
     """What holds for every learner, and so for the run where no record lies at two of them: the largest ε that may be
-    spent, and the largest that was. `at_cap`: a run whose end was chosen counts as if it had spent all that it may."""
+    spent, and the largest that was. `at_cap`: a run that was stopped counts as having spent all that it may."""
     found = [learner.budget.guarantee() for learner in learners if learner.budget is not None]
     if len(found) < len(learners):  # not private; or a ledger cannot be read, and nobody can say what was spent there
         return None

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from adp2sgd.data.indexed import DatasetRecords, start_reading
 from adp2sgd.data.units import Population, population
 from adp2sgd.device import AUTOCAST
 from adp2sgd.engine.compute import Compute, build_model, pick_device, rows_together
-from adp2sgd.engine.evaluate import Figures, HeldOut
+from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan, make_plan
 from adp2sgd.engine.site import Site, make_learner
 from adp2sgd.engine.theta import Mean
@@ -26,6 +27,7 @@ from adp2sgd.errors import LedgerError, PrivacyError, telling_no_values
 from adp2sgd.gradient import choose
 from adp2sgd.gradient.proof import synthetic
 from adp2sgd.learner import Learner
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.ledger import read as read_ledger
 from adp2sgd.run_folder import Folder, Point
 from adp2sgd.task import Task
@@ -125,7 +127,9 @@ def _mixed_sites(config: Config, task: Task) -> list[str]:
 def _with_workers(task: Task, workers: int) -> Task:
     """Datasets that are read by index get readers of their own, which end with the run."""
     parts = {"train": task.train, "test": task.test}
-    read = {name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)}
+    read: dict[str, Any] = {
+        name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)
+    }
     if not read:
         return task
     task = replace(task, **read)
@@ -135,7 +139,7 @@ def _with_workers(task: Task, workers: int) -> Task:
 
 @contextmanager
 def beginning(folder: Folder, *, fresh: bool) -> Iterator[None]:
-    """While the learners of a run are made: if they cannot be, a `fresh` folder is free again for another try."""
+    """Use while the learners of a run are made. If that fails, a `fresh` folder is emptied for another try."""
     try:
         yield
     except BaseException:
@@ -145,7 +149,7 @@ def beginning(folder: Folder, *, fresh: bool) -> Iterator[None]:
 
 
 def _discard(folder: Folder) -> None:
-    """Remove what the begin of a run has written, and nothing else. A ledger with spent steps stays."""
+    """Remove what the start of a run has written, and nothing else. A ledger with spent steps stays."""
     for own in folder.path.glob("learner-*"):
         ledger = own / "ledger.jsonl"
         with suppress(LedgerError, OSError):

@@ -29,9 +29,7 @@ class Site:
     number: int
     name: str | None
     task: Task
-    declared: int | None = (
-        None  # a rounded number of records or units that the sample rate follows from; unset: the true one
-    )
+    declared: int | None = None  # records or units, rounded: the sample rate follows from it; unset: the true number
 
 
 def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) -> Learner:
@@ -44,9 +42,8 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
     budget = open_budget(plan, site.number, site.name, declared, folder) if plan.private else None
     records = task.train.with_blank() if config.privacy.fixed_work else task.train
     batches = _batches(plan, task.train, declared.count, streams, budget)
-    return Learner(
+    learner = Learner(
         number=site.number,
-        name=site.name,
         model=model,
         sampler=Sampler(task, records, batches, streams, model.device, copies=config.privacy.copies),
         gradient_step=compute.gradient_step(budget),
@@ -55,6 +52,8 @@ def make_learner(site: Site, compute: Compute, folder: Path, *, start: int = 0) 
         streams=streams,
         budget=budget,
     )
+    learner.name = site.name or learner.name
+    return learner
 
 
 def _batches(plan: Plan, records: RecordSet, declared: int, streams: Streams, budget: Budget | None) -> Batches:

@@ -1,4 +1,4 @@
-"""What each learner has spent of its ε while a run goes on: computed by a thread, because an ε takes a while."""
+"""What each learner has spent of its ε during a run. A thread computes it, because one ε takes up to a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST_SHARE, SHARE = 0.5, 0.02  # of a core's time at most: until every learner 
 
 
 class Spending(threading.Thread):
-    """Brings one learner after the other up to date, all in turn."""
+    """Updates the figures of one learner after the other, in turn."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         """`plans`: of the learners' budgets; none outside private mode."""
@@ -31,7 +31,7 @@ class Spending(threading.Thread):
         return self._caps.get(learner)
 
     def close(self) -> None:
-        """Does not wait for a computation under way: the thread ends with it."""
+        """Ends the thread after the computation under way. Does not wait for it."""
         self._closing.set()
 
     def run(self) -> None:

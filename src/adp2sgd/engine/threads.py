@@ -1,4 +1,4 @@
-"""How many CPU threads a step deserves."""
+"""How many CPU threads a step uses."""
 
 from __future__ import annotations
 

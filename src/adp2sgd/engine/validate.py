@@ -147,6 +147,25 @@ def _check_units(config: Config, task: Task) -> list[str]:
     ]
 
 
+def _check_ledger(config: Config) -> list[str]:
+    """Refuse a ledger that could not say whose records were drawn; returns warnings."""
+    privacy = config.privacy
+    if privacy.ledger is None and config.seed is None:
+        return ["the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"]
+    if privacy.ledger is not None and (config.data.partition != "site" or config.seed is not None):
+        raise ConfigError(
+            f'privacy.ledger = "{privacy.ledger}" needs data.partition = "site" and no seed: only then do records stay '
+            "with their site, and noise is spent for good; remove it or change those"
+        )
+    if (
+        privacy.ledger is not None
+        and privacy.dataset is None
+        and (config.task.startswith("<") or ":" in config.task or config.task.partition("/")[0] in ("table", "images"))
+    ):
+        raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
+    return []
+
+
 def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequence[int]) -> list[str]:
     """Refuse what would void the guarantee; returns warnings."""
     privacy, smallest = config.privacy, min(shards)
@@ -165,21 +184,7 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
         unit=RECORD if task.train.units is None else task.train.units.name,
     )
     warnings += _check_units(config, task)
-    if privacy.ledger is None and config.seed is None:
-        warnings.append(
-            "the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"
-        )
-    if privacy.ledger is not None and (config.data.partition != "site" or config.seed is not None):
-        raise ConfigError(
-            f'privacy.ledger = "{privacy.ledger}" needs data.partition = "site" and no seed: only then do records stay '
-            "with their site, and noise is spent for good; remove it or change those"
-        )
-    if (
-        privacy.ledger is not None
-        and privacy.dataset is None
-        and (config.task.startswith("<") or ":" in config.task or config.task.partition("/")[0] in ("table", "images"))
-    ):
-        raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
+    warnings += _check_ledger(config)
     if config.init_from is not None:
         warnings.append(
             f'the run begins with the model of init_from = "{config.init_from}"; if that was trained on the same '
@@ -191,8 +196,7 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
             f'privacy.copies = {privacy.copies} needs augmentation, and task = "{config.task}" has none; set '
             "options.augment = true where the data are images, or leave copies out"
         )
-    blank, labels = task.train.blank()  # of no record
-    stored, targets = tree.each(lambda part: part.to(model.device), blank), labels.to(model.device)
+    stored, targets = (tree.each(lambda each: each.to(model.device), part) for part in task.train.blank())
     warnings += checks.check_rows(task.prepare, task.augment, stored)
     inputs, expected = task.prepare(stored), config.batch_size
     return warnings + checks.check_model(model.module, task.loss, inputs, targets, expected=expected)

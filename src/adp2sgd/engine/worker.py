@@ -83,9 +83,9 @@ class Worker:
         self.folder, self.place, self.mode, self.exchanging = folder, place, mode, exchanging
         self.state = "starting"
         self.notes: list[str] = []
-        self.learner: Learner = make_learner(site, compute, folder.learner(place.learner), start=place.start)
-        if len(self.learner.state) * self.config.batch_size < SMALL_STEP:
+        if len(compute.model.weights) * self.config.batch_size < SMALL_STEP:
             torch.set_num_threads(1)
+        self.learner: Learner = make_learner(site, compute, folder.learner(place.learner), start=place.start)
         self.target_steps = self.plan.target_steps if exchanging else self.plan.planned_steps
         self.reached, self.wake = threading.Event(), threading.Event()
         self.seam = threading.RLock()  # held while what `snapshot` and `counts` give is replaced
@@ -231,7 +231,8 @@ class Worker:
         self.note_step(stale, began)
 
     def _start(self) -> float:
-        """Now; or, with padded steps, when the last one's time was up: what follows the padding adds nothing."""
+        """When this step begins: now, or with padded steps when the last step's time was over. So
+        work between two steps does not lengthen them."""
         now, late = time.monotonic(), LATE * self.config.speeds.step_s
         return self._padded_to if self.config.speeds.pad and now - self._padded_to < late else now
 
@@ -364,7 +365,7 @@ class Worker:
         self.exchange.lost = False
 
     def _copy_from_somebody(self) -> bool:
-        """One-way: a neighbour's current model, without momentum. Neighbours first, then anybody."""
+        """Copy another learner's current model, without optimizer state. Neighbours are asked first."""
         stream = random.Random()
         near = set(self.plan.graph.neighbours[self.place.learner])
         others = sorted(self.place.others, key=lambda k: (k not in near, stream.random()))

@@ -55,6 +55,8 @@ class WeightRange:
 
 
 def _ordinary(model: FlatModel) -> Tensor:
-    """The norm of each parameter if its numbers were as large as those of the whole model: some start at zero."""
+    """The norm of each parameter if its numbers were as large as those of the whole model: some start at zero. In a
+    model that starts at zero altogether, numbers of 1 are ordinary."""
     size = torch.linalg.vector_norm(model.weights) / max(1, len(model.weights)) ** 0.5
+    size = torch.where(size > 0, size, torch.ones_like(size))
     return torch.stack([size * (piece.end - piece.start) ** 0.5 for piece in model.slices])

@@ -66,7 +66,6 @@ class Credentials:
     def __init__(self, name: str, paths: Paths) -> None:
         """Raises IdentityError where the files cannot be used, or do not belong to the site `name`."""
         self.name, self.paths = name, paths
-        self.on_news: Callable[[], None] = lambda: None  # called after a newer roster or list was taken over
         self._mutex = threading.RLock()
         self.authority = read_certificate(paths.authority)
         self._roster = Watched(lambda: [paths.roster], lambda: rosters.read_roster(paths.roster, self.authority))
@@ -150,7 +149,6 @@ class Credentials:
             offered = rosters.verified(text, self.authority, "the roster of a peer")
             if offered.consortium == self.roster.consortium and offered.number > self.roster.number:
                 rosters.write_text(self.paths.roster, text)
-                self._news()
                 return True
         return False
 
@@ -163,12 +161,8 @@ class Credentials:
                 known = self.lists.get(key)
                 if offered.signed_by(authority) and (known is None or offered.number > known.number):
                     rosters.write_text(self._list_file(key), offered.pem)
-                    self._news()
                     return True
         return False
-
-    def _news(self) -> None:
-        threading.Thread(target=self.on_news, name="roster news", daemon=True).start()
 
     def _prepared(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -178,7 +172,7 @@ class Credentials:
             known = self.roster.authorities(self.authority).values()
             context.load_verify_locations(cadata="".join(each.pem for each in known))
             try:
-                context.load_cert_chain(self.paths.certificate, self.paths.key)
+                context.load_cert_chain(self.paths.certificate, self.paths.key, password="")
             except (ssl.SSLError, OSError) as error:
                 why = f"{self.paths.certificate} and {self.paths.key} cannot be used together ({error})"
                 raise RefusedError(why) from None
@@ -203,7 +197,7 @@ class Credentials:
         check_key_file(self.paths.key)
         own = read_certificate(self.paths.certificate)
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.paths.certificate, self.paths.key)
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.paths.certificate, self.paths.key, "")
         except ssl.SSLError:
             raise IdentityError(f"the key {self.paths.key} is not that of {self.paths.certificate}") from None
         return own

@@ -64,7 +64,7 @@ def _onnx(model: Model, run: Path, target: Path) -> None:
         raise ConfigError("--format onnx needs onnx and onnxscript; install adp2sgd[onnx]") from None
     names = model.facts["inputs"]["names"] or [f"inputs{k}" for k in range(len(model.example()))]
     try:
-        made = torch.onnx.export(
+        made: Any = torch.onnx.export(
             _exported(model), model.example(), input_names=names, output_names=["outputs"], dynamo=True, verbose=False
         )
     except ConfigError:

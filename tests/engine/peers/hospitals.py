@@ -125,7 +125,7 @@ class Hospitals:
         found: dict[str, int] = self.nursery.ask(do="reap")["codes"]
         return found
 
-    def wait(self, *names: str, timeout_s: float = 90.0) -> None:
+    def wait(self, *names: str, timeout_s: float = 150.0) -> None:
         """Until these sites have ended well."""
         names = names or self.names
         until(lambda: all(name in self.codes() for name in names), timeout_s, self.told)

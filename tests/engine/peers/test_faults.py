@@ -18,33 +18,33 @@ SURVIVORS = NAMES[:3]
 
 def killed(made: Hospitals, pause_s: float) -> None:
     made.start()
-    until(lambda: made.steps(VICTIM) >= 5, 60, made.told)
+    until(lambda: made.steps(VICTIM) >= 5, 150, made.told)
     made.kill(VICTIM)
     until(lambda: VICTIM in made.codes(), 10)
     time.sleep(pause_s)
     made.start(VICTIM)
-    made.wait(timeout_s=150)
+    made.wait(timeout_s=240)
     assert made.result(VICTIM).learners[3].restarts == 1
 
 
 def cut(made: Hospitals, pause_s: float) -> None:
     assert made.proxy is not None
     made.start()
-    until(lambda: made.linked("switzerland", VICTIM) and made.steps(VICTIM) >= 3, 60, made.told)
+    until(lambda: made.linked("switzerland", VICTIM) and made.steps(VICTIM) >= 3, 150, made.told)
     made.proxy.cut()
     assert made.proxy.cuts > 0
     until(lambda: not made.linked("switzerland", VICTIM), 30, made.told)
     time.sleep(pause_s)
     before = made.steps(VICTIM)
     made.proxy.mend()
-    until(lambda: made.linked("switzerland", VICTIM), 60, made.told)
+    until(lambda: made.linked("switzerland", VICTIM), 150, made.told)
     assert made.steps(VICTIM) >= before > 3, "it trained on"
-    made.wait(timeout_s=150)
+    made.wait(timeout_s=240)
 
 
 def slow(made: Hospitals, pause_s: float) -> None:
     made.start()
-    made.wait(timeout_s=150)
+    made.wait(timeout_s=240)
     steps = [made.result("cleveland").learners[number].steps for number in range(4)]
     assert steps[3] < min(steps[:3]) / 4
     assert made.result(VICTIM).learners[3].exchanges > 0
@@ -52,9 +52,9 @@ def slow(made: Hospitals, pause_s: float) -> None:
 
 def late(made: Hospitals, pause_s: float) -> None:
     made.start(*SURVIVORS)
-    until(lambda: made.steps("cleveland") >= 10, 60, made.told)
+    until(lambda: made.steps("cleveland") >= 10, 150, made.told)
     made.start(VICTIM)
-    made.wait(timeout_s=150)
+    made.wait(timeout_s=240)
     run = made.result(VICTIM)
     assert any("and copied a model" in note for note in run.notes), run.notes
     assert run.learners[3].steps > 0

@@ -49,11 +49,11 @@ def test_private_sites_killed_at_any_instant_go_on_and_no_privacy_is_undercounte
     made.start()
     for name in NAMES:
         before = made.steps(name)
-        until(lambda name=name, before=before: made.steps(name) >= before + 5, 60, made.told)
+        until(lambda name=name, before=before: made.steps(name) >= before + 5, 150, made.told)
         made.kill(name)
         until(lambda name=name: name in made.codes(), 10)
         made.start(name)
-        until(lambda name=name: made.state(name) in ("training", "averaging", "settling", "ended"), 60, made.told)
+        until(lambda name=name: made.state(name) in ("training", "averaging", "settling", "ended"), 150, made.told)
     made.wait()
     for number, name in enumerate(NAMES):
         run, folder = made.result(name), made.folder(name)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import Interrupt
 from adp2sgd.engine.status import RunStatus
+from adp2sgd.metrics import Figures
 from adp2sgd.run_folder import Point
 
 if TYPE_CHECKING:

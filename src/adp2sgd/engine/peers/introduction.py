@@ -21,6 +21,7 @@ from adp2sgd.flat import FlatModel
 from adp2sgd.identity.credentials import Credentials
 from adp2sgd.progress import Progress, from_rows, to_rows
 
+LARGEST_COUNT = 1 << 62
 PROTOCOL = 1  # neighbouring versions work together
 
 
@@ -48,6 +49,7 @@ class Introduction:
         self._run = run
         self._text = run.to_toml()
         self._mutex = threading.Lock()
+        self._meeting = threading.local()
 
     @property
     def name(self) -> str:
@@ -60,7 +62,9 @@ class Introduction:
         return self._credentials.client_context()
 
     def verify(self, peer_certificate_der: bytes) -> str:
-        return self._credentials.verify(peer_certificate_der)
+        name = self._credentials.verify(peer_certificate_der)
+        self._meeting.name = name  # the HELLO that follows is read in the same thread
+        return name
 
     def hello(self) -> dict[str, Any]:
         return {
@@ -74,12 +78,15 @@ class Introduction:
 
     def check_hello(self, theirs: Mapping[str, Any]) -> None:
         try:
-            status = PublicStatus(**theirs["status"])
+            status = _status(theirs["status"])
             numbers = {str(key): int(value) for key, value in theirs["numbers"].items()}
-            counts = from_rows(theirs["progress"])
+            counts = from_rows([[_whole(value) for value in row] for row in theirs["progress"]])
             protocol, text, model = int(theirs["protocol"]), str(theirs["run"]), dict(theirs["model"])
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise RefusedError("its HELLO lacks what this release needs; use the same release at both sites") from None
+        shown = getattr(self._meeting, "name", status.site)
+        if status.site != shown:
+            raise RefusedError(f"site {shown} says that it is {status.site[:80]}")
         if abs(protocol - PROTOCOL) > 1:
             raise RefusedError(f"protocol version {protocol} there and {PROTOCOL} here; use neighbouring releases")
         self._compare_runs(text)
@@ -104,5 +111,17 @@ class Introduction:
         most = self._run.consortium.epsilon
         if most is None or self._run.privacy.mode != "private":
             return
-        if status.epsilon is None or status.epsilon > most:
+        if status.epsilon is None or not status.epsilon <= most:  # also where it is no number
             raise RefusedError(f"site {status.site} states ε = {status.epsilon}, but members accept {most:g} at most")
+
+
+def _status(raw: Mapping[str, Any]) -> PublicStatus:
+    """What a peer says of itself. Raises KeyError, TypeError or ValueError for anything else."""
+    epsilon, delta = (None if raw[name] is None else float(raw[name]) for name in ("epsilon", "delta"))
+    return PublicStatus(site=str(raw["site"]), stopped=bool(raw["stopped"]), epsilon=epsilon, delta=delta)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < LARGEST_COUNT:
+        raise ValueError
+    return value

@@ -21,6 +21,7 @@ from adp2sgd.engine.plan import make_plan
 from adp2sgd.engine.setup import beginning
 from adp2sgd.engine.site import Site
 from adp2sgd.engine.status import RunStatus, StatusFile
+from adp2sgd.engine.threads import suited_threads
 from adp2sgd.engine.validate import validate
 from adp2sgd.errors import ConfigError, InterruptedRunError, callback, telling_no_values
 from adp2sgd.flat import FlatModel
@@ -98,7 +99,8 @@ def _prepare(
     if own.consortium.weights is not None:
         _load_weights(compute.model, beside / own.consortium.weights, own.consortium.weights_sha256)
     facts = model_facts(compute.model)
-    notes = validate(plan, task, compute.model, _sizes(task, site), resumed=resumed)
+    with suited_threads(len(compute.model.weights), own.batch_size):
+        notes = validate(plan, task, compute.model, _sizes(task, site), resumed=resumed)
     return Stage(plan, task, compute, names, tuple(notes)), facts
 
 

@@ -7,13 +7,14 @@ from functools import cached_property
 
 from adp2sgd.engine.budgets import read_budget
 from adp2sgd.engine.compute import Compute
-from adp2sgd.engine.evaluate import Figures, HeldOut
+from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.peers.attendance import NEVER
 from adp2sgd.engine.peers.worker import SiteWorker
 from adp2sgd.engine.plan import Plan
 from adp2sgd.engine.result import finish, save_model
 from adp2sgd.engine.status import LearnerStatus
 from adp2sgd.errors import LedgerError, RunError
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.run_folder import Folder, LearnerResult, Point, Run
 from adp2sgd.task import Task

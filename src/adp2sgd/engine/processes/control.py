@@ -1,4 +1,4 @@
-"""A learner's line to its supervisor: it reports five times a second, obeys, and shows its model.
+"""A learner's connection to its supervisor: it reports five times a second, follows orders and shows its model.
 
 The line is apart from the exchange with other learners. The socket and the slot that it uses are its own.
 """
@@ -47,7 +47,7 @@ class Place:
 
 
 def last_words(post: Post, report: dict[str, Any], folder: Path | None = None) -> None:
-    """Say something to the supervisor that must arrive. Where it does not listen, it finds that in `folder`."""
+    """Send the supervisor a report that must arrive. If it does not listen, the report is left in `folder`."""
     end = time.monotonic() + LAST_WORDS_S
     while not post.send(SUPERVISOR, json.dumps(report).encode()):
         if time.monotonic() > end:
@@ -116,7 +116,7 @@ class Control(threading.Thread):
             self._answer_look(order)
 
     def _answer_look(self, order: dict[str, Any]) -> None:
-        """This is no exchange: nothing is mixed, and nothing is counted."""
+        """Show the model for evaluation. This is not an exchange: nothing is mixed or counted."""
         reply: dict[str, Any] = {"learner": order["learner"], "number": order["number"]}
         if (shown := self._show()) is not None:
             sequence, counts = shown

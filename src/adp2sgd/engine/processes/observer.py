@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adp2sgd.engine.evaluate import Figures, evaluate
+from adp2sgd.engine.evaluate import evaluate
 from adp2sgd.engine.processes.control import OBSERVER, line_of
 from adp2sgd.engine.setup import Setup
 from adp2sgd.engine.theta import Mean
 from adp2sgd.errors import reason
 from adp2sgd.exchange.shared import Post
 from adp2sgd.exchange.slots import LOOK, Layout, Memory
+from adp2sgd.metrics import Figures
 from adp2sgd.progress import Key, from_rows
 from adp2sgd.run_folder import Folder, Point
 
@@ -73,7 +74,7 @@ class Observer(threading.Thread):
         self._wake = threading.Event()
 
     def note(self, global_steps: int) -> None:
-        """How far the run is. Returns at once; an evaluation begins if one is due and none is under way."""
+        """Start an evaluation if one is due at this progress and none is under way. Returns at once."""
         plan = self._setup.plan
         due = plan.passed(plan.config.evaluate_every, self._seen, global_steps)
         if due and self._idle and global_steps < plan.target_steps:  # the last evaluation follows the run
@@ -81,7 +82,7 @@ class Observer(threading.Thread):
             self._wake.set()
 
     def close(self) -> None:
-        """Give up what is under way; waits for some held-out records at most."""
+        """End the thread. An evaluation under way is abandoned after its current piece of held-out records."""
         self._closing = True
         self._wake.set()
         if self.ident is not None:

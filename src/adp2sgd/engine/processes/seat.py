@@ -29,7 +29,7 @@ class Seat:
 
     @property
     def state(self) -> str:
-        """In one word, for people."""
+        """The learner's state in one word, for display."""
         return self.status.state if self.fate == "running" else self.fate
 
     @property
@@ -57,7 +57,7 @@ class Seat:
         )
 
     def turn_page(self) -> None:
-        """The start that was is history."""
+        """Add the last start's counters to `past` and begin a new status."""
         self.past = self.totals
         self.status = LearnerStatus(learner=self.learner, site=self.status.site, drawn=self.status.drawn)
 

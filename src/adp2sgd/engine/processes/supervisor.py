@@ -107,7 +107,7 @@ class Supervisor:
 
     @property
     def _in_step(self) -> bool:
-        """SYNC: then rounds since the last checkpoints are undone when a run ends early, and taken again."""
+        """Whether the run is SYNC. Its rounds since the last checkpoint are repeated after an early end."""
         return self.setup.plan.config.algorithm == "sync"
 
     def steps(self, seat: Seat) -> int:
@@ -247,7 +247,7 @@ class Supervisor:
             self._bury(seat, report["code"])
 
     def _bury(self, seat: Seat, code: int) -> None:
-        """A learner's process has ended: as it should, or not."""
+        """Handle the end of a learner's process, expected or not."""
         for _, data in self._post.receive():  # its last words may still wait
             self._hear(json.loads(data))
         if code == 0 and seat.status.state != "ended":
@@ -323,7 +323,7 @@ class Supervisor:
         self._server.spawn(order)
 
     def _watch(self) -> None:
-        """Kill what has not been heard of for too long; its end is then learned like any other."""
+        """Kill learners that have not reported for too long. Their end is then handled like any other."""
         now = time.monotonic()
         for seat in self.seats:
             reports = seat.fate == "running" and self._over_at is None  # afterwards it may write a large checkpoint

@@ -14,7 +14,6 @@ from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine import extension
 from adp2sgd.engine.budgets import open_budget, read_budget
-from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import telling_that_nothing_is_kept
 from adp2sgd.engine.processes.forkserver import ForkServer
 from adp2sgd.engine.processes.seat import Seat
@@ -33,6 +32,7 @@ from adp2sgd.errors import (
     telling_no_values,
 )
 from adp2sgd.exchange.shared import require_linux
+from adp2sgd.metrics import Figures
 from adp2sgd.privacy.budget import Budget
 from adp2sgd.privacy.plan import Plan
 from adp2sgd.randomness.streams import Streams
@@ -45,7 +45,7 @@ MOST_LEARNERS = 250  # so many descriptors fit in one message to their processes
 
 @dataclass(frozen=True, eq=False)
 class Account:
-    """A learner after its end: its ledger has the last word on what was spent."""
+    """What a result needs of a learner after its end. What was spent is read from its ledger."""
 
     number: int
     budget: Budget | None
@@ -63,7 +63,8 @@ def train(
     on_status: OnStatus = None,
     patience: Patience | None = None,
 ) -> Run:
-    """Run `config` in real time, one process per learner. `folder` keeps the record; without it nothing is left behind.
+    """Run `config` in real time, one process per learner. `folder` keeps all files of the run; without it
+    nothing is left behind.
 
     `task` is the task itself, instead of the one that `config.task` names.
 

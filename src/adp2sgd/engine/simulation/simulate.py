@@ -25,7 +25,6 @@ from adp2sgd.data.indexed import start_reading
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine import extension
 from adp2sgd.engine.divergence import Watch
-from adp2sgd.engine.evaluate import Figures
 from adp2sgd.engine.interrupt import Interrupt, telling_that_nothing_is_kept
 from adp2sgd.engine.pace import Pace
 from adp2sgd.engine.result import finish, learner_result, save_model
@@ -41,6 +40,7 @@ from adp2sgd.engine.threads import suited_threads
 from adp2sgd.errors import InterruptedRunError, StopRun, callback, showing_users_code, telling_no_values
 from adp2sgd.exchange.memory import MemoryCarrier, Pool
 from adp2sgd.exchange.protocol import Busy, Exchange, Message
+from adp2sgd.metrics import Figures
 from adp2sgd.run_folder import SCRATCH, Folder, LearnerResult, Point, Run
 from adp2sgd.task import Task
 from adp2sgd.tasks import named
@@ -58,7 +58,7 @@ def simulate(
     resume: bool = False,
     on_status: OnStatus = None,
 ) -> Run:
-    """Run `config` in virtual time. `folder` keeps the record; without it nothing is left behind.
+    """Run `config` in virtual time. `folder` keeps all files of the run; without it nothing is left behind.
 
     `task` is the task itself, instead of the one that `config.task` names.
 
@@ -107,7 +107,7 @@ def _simulate(
 
 
 class Simulation:
-    """What SYNC and ADPSGD share: the clock, the record, evaluation and checkpoints."""
+    """What SYNC and ADPSGD share: the clock, the run's folder, evaluation and checkpoints."""
 
     def __init__(self, setup: Setup, folder: Folder, on_status: Callable[[RunStatus], None]) -> None:
         self.setup = setup
@@ -245,7 +245,7 @@ class Simulation:
         return reached or not any(member.learner.may_step for member in self.members)
 
     def _result(self) -> Run:
-        """The models come first: they are paid for, whatever becomes of their evaluation."""
+        """Save the models first, because their privacy is spent even if the evaluation fails."""
         self._look()
         theta = mean_of(self.states()).theta
         save_model(self.setup, theta, self.folder)
