@@ -192,7 +192,7 @@ def ranges(page: Any, figure: str) -> list[float]:
 
 
 def test_the_live_page_renews_itself_without_a_reload(browser: Any, tmp_path: Path) -> None:
-    config = SMALL.replace(epochs=25, speeds=Speeds(kind="constant", step_s=0.02, pad=True))
+    config = SMALL.replace(epochs=15, speeds=Speeds(kind="constant", step_s=0.02, pad=True))
     (tmp_path / "run.toml").write_text(config.to_toml())
     command = [sys.executable, "-m", "adp2sgd", "train", "run.toml", "--out", "run", "--quiet"]
     training = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, env=os.environ)

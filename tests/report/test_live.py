@@ -85,7 +85,7 @@ def test_only_who_knows_the_address_sees_the_page(folder: Path) -> None:
 @pytest.mark.integration
 def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
     """A real run in a process of its own, with steps that take real time."""
-    config = SMALL.replace(epochs=25, speeds=Speeds(kind="constant", step_s=0.02, pad=True))
+    config = SMALL.replace(epochs=15, speeds=Speeds(kind="constant", step_s=0.02, pad=True))
     (tmp_path / "run.toml").write_text(config.to_toml())
     command = [sys.executable, "-m", "adp2sgd", "train", "run.toml", "--out", "run", "--quiet"]
     training = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
