@@ -18,7 +18,7 @@ from adp2sgd.cli import view
 from adp2sgd.data.folder import find
 from adp2sgd.data.heart import FOLDER, HOSPITALS
 from adp2sgd.data.made_hospitals import PATIENTS, write_patients
-from adp2sgd.engine.peers.nursery import Nursery
+from adp2sgd.engine.peers.forked_sites import ForkedSites
 from adp2sgd.engine.status import LearnerStatus, read_status
 from adp2sgd.errors import RunError
 from adp2sgd.identity.authority import Authority
@@ -63,12 +63,12 @@ def play(*, as_json: bool = False) -> None:
         data, real = _data(root)
         authority = _consortium(root, data)
         said.print(f"certificates, roster and records in place ({'UCI heart disease' if real else 'made-up patients'})")
-        nursery = Nursery()
+        sites = ForkedSites()
         try:
-            _story(root, authority, nursery, said.print)
+            _story(root, authority, sites, said.print)
             rows = [_row(root, authority, number, name) for number, name in enumerate(HOSPITALS)]
         finally:
-            nursery.close()
+            sites.close()
     if as_json:
         view.print_json([asdict(row) for row in rows])
         return
@@ -110,27 +110,27 @@ def _site(authority: Authority, name: str) -> Path:
     return authority.site_folder(name) / "site.toml"
 
 
-def _story(root: Path, authority: Authority, nursery: Nursery, say: Callable[[str], None]) -> None:
+def _story(root: Path, authority: Authority, sites: ForkedSites, say: Callable[[str], None]) -> None:
     def start(name: str) -> None:
-        nursery.start(name, root / "run.toml", _site(authority, name), root / name, root / f"{name}.log")
+        sites.start(name, root / "run.toml", _site(authority, name), root / name, root / f"{name}.log")
 
     for name in HOSPITALS:
         start(name)
     say("four hospitals dial each other and train")
     end = time.monotonic() + LONGEST_S
     killed, tenth = False, 0
-    while len(nursery.reap()) < len(HOSPITALS) and time.monotonic() < end:
+    while len(sites.reap()) < len(HOSPITALS) and time.monotonic() < end:
         time.sleep(0.1)
         own = _status(root, KILLED)
         if not killed and own is not None and own.counters.steps >= KILL_AT:
-            nursery.kill(KILLED, signal.SIGKILL)
+            sites.kill(KILLED, signal.SIGKILL)
             killed = True
             say(f"{KILLED} was killed after {own.counters.steps} steps; the others go on")
-        if killed and nursery.reap().get(KILLED) == -signal.SIGKILL:
+        if killed and sites.reap().get(KILLED) == -signal.SIGKILL:
             start(KILLED)
             say(f"{KILLED} is started again by the same command: it copies a neighbour's model, its ledger goes on")
         tenth = _progress(root, tenth, say)
-    failed = [name for name in HOSPITALS if nursery.codes.get(name) != 0]
+    failed = [name for name in HOSPITALS if sites.codes.get(name) != 0]
     if failed:
         last = (root / f"{failed[0]}.log").read_text(encoding="utf-8").strip().splitlines()[-1:]
         raise RunError(f"site {failed[0]} did not end well: {' '.join(last) or 'it took too long'}")

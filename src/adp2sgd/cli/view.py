@@ -129,7 +129,7 @@ def print_run(run: Run) -> None:
     for note in run.notes:
         say(f"note: {note}")
     if run.folder:
-        say(f"record: {run.folder}")
+        say(f"folder: {run.folder}")
 
 
 def epsilon(learner: LearnerResult) -> str:

@@ -36,11 +36,11 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-class Nursery:
+class ForkServer:
     """The package's own, in a process that has run nothing else."""
 
     def __init__(self) -> None:
-        program = "from adp2sgd.engine.peers.nursery import main; main()"
+        program = "from adp2sgd.engine.peers.forked_sites import main; main()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -67,12 +67,12 @@ class Hospitals:
     """`start`, `kill` and `wait` act on sites by name; results and statuses come from their folders."""
 
     def __init__(
-        self, root: Path, nursery: Nursery, data: Path, *, names: tuple[str, ...] = NAMES,
+        self, root: Path, server: ForkServer, data: Path, *, names: tuple[str, ...] = NAMES,
         proxied: str | None = None, outward: tuple[str, ...] = (), **run: Any,
     ) -> None:  # fmt: skip
         """`proxied`: others reach this site through `proxy` alone. `outward`: sites that nobody dials. `run`: tables of
         run.toml that replace or add to those of `write_run`."""
-        self.root, self.names, self.nursery = root, names, nursery
+        self.root, self.names, self.server = root, names, server
         self.authority = Authority.create(root / "consortium", "Heart")
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.proxy = None if proxied is None else Proxy(("127.0.0.1", self.ports[proxied]))
@@ -112,7 +112,7 @@ class Hospitals:
 
     def start(self, *names: str) -> None:
         for name in names or self.names:
-            answer = self.nursery.ask(
+            answer = self.server.ask(
                 do="start", name=name, run=str(self.run_file), site=str(self.site_file(name)),
                 out=str(self.folder(name)), log=str(self.root / f"{name}.log"),
             )  # fmt: skip
@@ -122,7 +122,7 @@ class Hospitals:
         os.kill(self.pids[name], signal.SIGKILL)
 
     def codes(self) -> dict[str, int]:
-        found: dict[str, int] = self.nursery.ask(do="reap")["codes"]
+        found: dict[str, int] = self.server.ask(do="reap")["codes"]
         return found
 
     def wait(self, *names: str, timeout_s: float = 150.0) -> None:
@@ -198,18 +198,18 @@ def fixture_made_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(name="hospitals")
 def fixture_hospitals(tmp_path: Path, made_data: Path) -> Iterator[Callable[..., Hospitals]]:
     """Makes a consortium; whatever is still running is killed after the test."""
-    nursery = Nursery()
+    server = ForkServer()
     proxies = []
 
     def make(folder: str = "", **run: Any) -> Hospitals:
         root = tmp_path / folder
         root.mkdir(exist_ok=True)
-        made = Hospitals(root, nursery, run.pop("data", made_data), **run)
+        made = Hospitals(root, server, run.pop("data", made_data), **run)
         proxies.append(made.proxy)
         return made
 
     yield make
-    nursery.close()
+    server.close()
     for proxy in proxies:
         if proxy is not None:
             proxy.close()

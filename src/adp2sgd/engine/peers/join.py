@@ -44,7 +44,7 @@ def join(
 ) -> Run:
     """Take part in the run of `run_file` as the site of `site_file`, until it ends. Returns this site's result.
 
-    `folder` keeps the record (default: runs/RUN-SITE). Called again, the run goes on: with a neighbour's model where
+    `folder` keeps the run (default: runs/RUN-SITE). Called again, the run goes on: with a neighbour's model where
     one answers, with its own ledger in any case. `trust` names the code that run.toml names as its task.
     """
     run, site = naming(load_run(run_file), trust), load_site(site_file)

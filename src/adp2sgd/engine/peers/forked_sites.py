@@ -19,7 +19,7 @@ from adp2sgd.errors import Adp2sgdError
 PR_SET_PDEATHSIG = 1
 
 
-class Nursery:
+class ForkedSites:
     """Starts sites and reaps them. They die with this process, however it ends."""
 
     def __init__(self) -> None:
@@ -80,16 +80,16 @@ def _live(run: Path, site: Path, out: Path, log: Path) -> None:
 
 def main() -> None:
     """Obey one JSON order per line of standard input, and answer each with one line: for tests."""
-    nursery = Nursery()
+    sites = ForkedSites()
     print(json.dumps({"ready": True}), flush=True)
     try:
         for line in sys.stdin:
             order = json.loads(line)
             if order["do"] == "start":
                 paths = [Path(order[key]) for key in ("run", "site", "out", "log")]
-                answer: dict[str, object] = {"pid": nursery.start(order["name"], *paths)}
+                answer: dict[str, object] = {"pid": sites.start(order["name"], *paths)}
             else:
-                answer = {"codes": nursery.reap()}
+                answer = {"codes": sites.reap()}
             print(json.dumps(answer), flush=True)
     finally:
-        nursery.close()
+        sites.close()
