@@ -141,7 +141,7 @@ def _joined(parts: Sequence[Inputs | None]) -> Inputs | None:
 
 
 def _seen(batch: Inputs | None) -> Inputs | None:
-    """The watched rows of a crowd; all rows, which agree with no others, where some were left out."""
+    """The watched rows of a batch. If rows were dropped, all of them, so that the comparison fails."""
     if batch is None or any(part.shape[:1] != (SIZE,) for part in tree.tensors(batch)):
         return batch
     return tree.take(batch, torch.tensor(WATCHED))
