@@ -34,5 +34,5 @@ records = 3 * LIMIT // (4 * PIXELS)
 task = adp2sgd.Task(model=lambda: nn.Linear(PIXELS, 2), train=Scans(0, records), test=Scans(records, records + 40))
 config = adp2sgd.Config(learners=1, epochs=0.05, batch_size=16, optimizer=adp2sgd.Optimizer(lr=0.01))
 run = adp2sgd.simulate(config.replace(data=adp2sgd.Data(workers=2)), task=task)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) >> 10
 print(f"{records * 4 * PIXELS >> 20} MiB of records, limit {LIMIT >> 20} MiB, peak {peak} MiB: {run.metrics}")

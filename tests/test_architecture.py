@@ -224,4 +224,5 @@ def test_the_readmes_links_lead_somewhere() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "reproduction" / "README.md"]
     for page in [*pages, *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+            generated = link.startswith("reference/")  # by `make docs`, which checks it
+            assert generated or (page.parent / link).exists(), f"{page.name}: {link}"

@@ -45,7 +45,6 @@ PRIVATE = ["--set", "privacy.mode=private", "--set", "privacy.noise_multiplier=1
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "bad_syntax.py").write_text("def mine(:\n")
     return tmp_path
 
 
@@ -63,7 +62,6 @@ def command(place: Path, *line: str, **environment: str) -> subprocess.Completed
     [
         ("own:late", ['own.py", line 11, in loss', 'own.py", line 7, in helper', f"KeyError: '{SECRET}'"]),
         ("own:unmade", ['own.py", line 19, in unmade', f"FileNotFoundError: {SECRET}"]),
-        ("bad_syntax:mine", ['bad_syntax.py", line 1', "SyntaxError"]),
     ],
 )
 def test_an_error_of_the_users_code_shows_the_users_lines_alone(task: str, words: list[str], place: Path) -> None:

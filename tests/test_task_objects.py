@@ -44,7 +44,7 @@ class Net(nn.Module):  # of this script alone: no module holds it
         return self.layers(x)
 
 task = adp2sgd.Task(model=Net, train=Points(400, 0), test=Points(100, 1), name="disc")
-config = adp2sgd.Config(learners=2, epochs=3, batch_size=8, seed=0, optimizer=adp2sgd.Optimizer(lr=0.3))
+config = adp2sgd.Config(learners=2, epochs=10, batch_size=8, seed=0, optimizer=adp2sgd.Optimizer(lr=0.3))
 run = adp2sgd.ENGINE(config, "run", task=task)
 print(run.task, run.metrics["accuracy"] > 0.7, len(run.learners))
 """

@@ -91,7 +91,7 @@ class Released:
         return found, math.sqrt(means + found**2 / (2 * n))
 
 
-def published(folder: Path, count: int, *, rate: float, steps: int, noise: float, engine: str = "auto") -> Released:
+def published(folder: Path, count: int, *, rate: float, steps: int, noise: float, clipper: str = "auto") -> Released:
     """Runs `simulate` and reads the noised sum of all its steps from the published model."""
     settings = Config(
         task=f"{__name__}:canaries",
@@ -105,7 +105,7 @@ def published(folder: Path, count: int, *, rate: float, steps: int, noise: float
         checkpoint_every=0,
         optimizer=Optimizer(lr=1.0),
         privacy=Privacy(
-            mode="private", noise_multiplier=noise, delta=1e-9, clip_norm=CLIP, headroom=1.0, engine=engine
+            mode="private", noise_multiplier=noise, delta=1e-9, clip_norm=CLIP, headroom=1.0, clipper=clipper
         ),
     )
     run = simulate(settings, folder)
@@ -155,9 +155,9 @@ def test_the_published_model_separates_as_claimed_to_four_parts_in_a_thousand(
 
 
 @pytest.mark.parametrize("case", [{"rate": 0.25, "steps": 6, "noise": 0.4}, {"rate": 1.0, "steps": 1, "noise": 0.5}])
-@pytest.mark.parametrize("engine", ["auto", "loop"])
-def test_the_published_model_separates_as_claimed(engine: str, case: dict[str, Any], tmp_path: Path) -> None:
-    found = published(tmp_path / "run", 2_000, **case, engine=engine)
+@pytest.mark.parametrize("clipper", ["auto", "loop"])
+def test_the_published_model_separates_as_claimed(clipper: str, case: dict[str, Any], tmp_path: Path) -> None:
+    found = published(tmp_path / "run", 2_000, **case, clipper=clipper)
     assert_as_claimed(found, **case, error=0.05)
 
 

@@ -27,7 +27,7 @@ def test_quick_training_learns_and_says_how_each_learner_did(tmp_path: Path) -> 
     assert sync["accuracy"] > 0.9
     assert len(sync["single_learners"]["accuracy"]) == 4
     assert sync["accuracy_recomputed"] == pytest.approx(sync["accuracy"], abs=0.05)
-    assert sync["guarantee"] == "none"
+    assert sync["guarantee"] is None
     private = training.cell("table1", "resnet18", "adpsgd", 2.0, 0, replace(QUICK, private=True, epochs=1.0))
     record = measured(private, tmp_path)
     assert record["guarantee"]["epsilon"] > 0
@@ -40,7 +40,7 @@ def test_statistics_are_recomputed_over_the_records_as_they_are_or_as_training_s
     setup, theta = prepare(settings), mean_of(training._states(tmp_path / "run", settings)).theta
 
     def statistics(augment: Augment | None) -> tuple[float, Tensor]:
-        loss = training.recomputed(setup, theta, augment).loss
+        loss = training.recomputed(setup, theta, augment)["loss"]
         return loss, setup.compute.model.buffers.clone()
 
     (plain, means), (same, as_plain) = statistics(None), statistics(lambda batch, _: batch)

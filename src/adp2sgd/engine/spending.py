@@ -9,26 +9,30 @@ from collections.abc import Sequence
 from adp2sgd.privacy.plan import Plan
 
 START_S = 1.0  # runs that are shorter need none of this
-FIRST_SHARE, SHARE = 0.5, 0.02  # of a core's time at most: until every learner has a figure, and then
+POINTS = 16  # numbers of steps up to the cap at which ε is computed
+SHARE = 0.5  # of a core's time at most
 
 
 class Spending(threading.Thread):
-    """Updates the figures of one learner after the other, in turn."""
+    """Guarantee: no figure is below what a learner has spent. It is ε at the next of a few numbers of steps."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         """`plans`: of the learners' budgets; none outside private mode."""
         super().__init__(name="spending", daemon=True)
         self.drawn: Sequence[int | None] = [None] * len(plans)  # the steps that each learner has charged
         self._plans = plans
-        self._spent: dict[int, tuple[int, float]] = {}  # learner → steps, ε
-        self._caps: dict[int, float] = {}
+        self._found: list[dict[int, float]] = [{} for _ in plans]  # of each learner: steps → ε
         self._closing = threading.Event()
 
     def spent(self, learner: int) -> float | None:
-        return self._spent[learner][1] if learner in self._spent else None
+        """An upper bound on the ε that the learner has spent; None until one is known."""
+        if not self._plans:
+            return None
+        drawn, found = self.drawn[learner], self._found[learner]
+        return min((value for steps, value in list(found.items()) if steps >= (drawn or 0)), default=None)
 
     def cap(self, learner: int) -> float | None:
-        return self._caps.get(learner)
+        return self._found[learner].get(self._plans[learner].max_steps) if self._plans else None
 
     def close(self) -> None:
         """Ends the thread after the computation under way. Does not wait for it."""
@@ -36,12 +40,17 @@ class Spending(threading.Thread):
 
     def run(self) -> None:
         self._closing.wait(START_S)
-        while self._plans and not self._closing.is_set():
+        for part in range(POINTS, 0, -1):  # the cap first: it bounds every number of steps
             for learner, plan in enumerate(self._plans):
-                began, steps = time.monotonic(), self.drawn[learner]
-                if steps and self._spent.get(learner, (0, 0.0))[0] != steps:
-                    self._spent[learner] = steps, plan.spent_after(steps).epsilon
-                    self._caps[learner] = plan.spent_after(plan.max_steps).epsilon
-                share = SHARE if len(self._spent) == len(self._plans) else FIRST_SHARE
-                if self._closing.wait(max(0.02, (time.monotonic() - began) / share)):
+                steps = max(1, -(-part * plan.max_steps // POINTS))
+                began = time.monotonic()
+                self._found[learner][steps] = self._known(plan, steps)
+                if self._closing.wait((time.monotonic() - began) / SHARE):
                     return
+
+    def _known(self, plan: Plan, steps: int) -> float:
+        """Learners with equal plans share a figure."""
+        for other, found in zip(self._plans, self._found, strict=True):
+            if other == plan and steps in found:
+                return found[steps]
+        return plan.spent_after(steps).epsilon

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adp2sgd import tree
 from adp2sgd.config import Config, Privacy
-from adp2sgd.data.records import Records
+from adp2sgd.data.records import Records, RecordSet
 from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan
 from adp2sgd.errors import WITHHELD, ConfigError, reason
@@ -30,7 +30,8 @@ def validate(plan: Plan, task: Task, model: FlatModel, shards: Sequence[int], *,
     that is `resumed` has spent already and is not refused for its held-out records: what fails then is a note in its
     result.
     """
-    _check_finite(task)
+    if not plan.private:
+        _check_finite(task.train)
     notes = _check_privacy(plan.config, task, model, shards) if plan.private else _cut(plan.config, shards)
     notes += _begins_with(plan)
     if not (plan.private and resumed):
@@ -100,14 +101,16 @@ def _check_shapes(metric: str, outputs: object, targets: Tensor, all_targets: Te
         )
 
 
-def _check_finite(task: Task) -> None:
-    """Refuse NaN and infinity in records in memory, by their place. No value is told, in any mode."""
-    for name, records in (("training", task.train), ("held-out", task.test)):
-        if isinstance(records, Records):
-            inputs = records.inputs if isinstance(records.inputs, dict) else {"inputs": records.inputs}
-            parts = {key: part for key, part in inputs.items() if isinstance(part, Tensor)}
-            for key, part in {**parts, "targets": records.targets}.items():
-                _refuse_infinite(f"{name} record {{}} (counted from 0): {key}", part)
+def _check_finite(records: RecordSet) -> None:
+    """Refuse NaN and infinity in training records in memory, by their place. No value is told.
+
+    Not for private mode: whether a run begins must not depend on one record, which contributes zero there.
+    """
+    if isinstance(records, Records):
+        inputs = records.inputs if isinstance(records.inputs, dict) else {"inputs": records.inputs}
+        parts = {key: part for key, part in inputs.items() if isinstance(part, Tensor)}
+        for key, part in {**parts, "targets": records.targets}.items():
+            _refuse_infinite(f"training record {{}} (counted from 0): {key}", part)
 
 
 def _refuse_infinite(where: str, values: Tensor) -> None:

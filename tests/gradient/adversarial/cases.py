@@ -132,8 +132,8 @@ CASES: dict[str, Case] = {
         model=lambda: honest.Own(torch.randn(WIDTH, CLASSES), lambda x, w: torch.einsum("nd,dp->np", x, w)),
     ),
     "prelu": by_vmap(about="a slope is trained", model=lambda: honest.mlp(nn.PReLU())),
-    "rms_norm": by_vmap(about="RMSNorm", model=lambda: nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, CLASSES))),
-    "instance_norm": by_vmap(
+    "rms_norm": fast(about="RMSNorm", model=lambda: nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, CLASSES))),
+    "instance_norm": fast(
         about="normalized within a record and channel", records=IMAGES,
         model=lambda: pooled(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True)),
     ),
