@@ -54,6 +54,7 @@ def test_a_data_set_of_three_times_the_memory_limit_is_learned_below_the_limit(t
     assert peak < limit
 
 
+@pytest.mark.integration
 def test_a_table_goes_from_init_to_predict(tmp_path: Path) -> None:
     """The commands of a new user, as processes, with the training table deleted before the predictions."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

@@ -10,6 +10,8 @@ import pytest
 from data_files import write_table
 from terminal import Terminal
 
+pytestmark = pytest.mark.integration  # real terminals
+
 SIZES = [(80, 24), (200, 50)]
 RUN = """
 task = "table/logistic"

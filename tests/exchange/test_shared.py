@@ -146,6 +146,7 @@ def test_training_goes_on_while_a_partner_is_silent(memories: list[int], tmp_pat
         def deadline_s(self, partner: int) -> float:
             return 0.1
 
+    threads = threading.active_count()
     learner = make_learner(0)
     create([learner, make_learner(1)], memories)
     carrier, silent = Hasty(learner, Post(tmp_path, "0"), memories), Post(tmp_path, "1")
@@ -160,7 +161,7 @@ def test_training_goes_on_while_a_partner_is_silent(memories: list[int], tmp_pat
     thread.close()
     assert learner.steps == 50
     assert 2 <= thread.exchange.tally.expired <= 1 + (time.monotonic() - before) / 0.1
-    assert threading.active_count() == 1
+    assert threading.active_count() <= threads
     carrier.close()
     silent.close()
 

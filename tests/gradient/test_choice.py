@@ -209,6 +209,7 @@ def test_dropout_differs_between_records_and_does_not_disturb_the_choice():
     assert len(set(found.norms.tolist())) > 1
 
 
+@pytest.mark.slow
 def test_rounding_does_not_disturb_the_choice():
     """In float32 this model's loop and batch differ by 1e-3 and more, since rounding flips ReLUs."""
     model = FlatModel(MODELS["googlenet"](norm="group"))

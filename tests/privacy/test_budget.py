@@ -551,7 +551,7 @@ def test_fast_learners_that_reach_their_cap_are_named(two_sites: Config, tmp_pat
     own = two_sites.privacy.replace(ledger=None, dataset=None, epsilon=None)
     uneven = two_sites.replace(privacy=own, speeds=Speeds(kind="one-slow", learner=1, factor=100.0))
     notes = simulate(uneven, tmp_path / "run").notes
-    assert any(note.startswith("north reached the cap on private steps") for note in notes)
+    assert any(note.startswith("learner north reached the cap on private steps") for note in notes)
     even = uneven.replace(speeds=Speeds())
     for settings in (even, even.replace(algorithm="sync", privacy=own.replace(headroom=1.0))):
         assert not any("reached the cap" in note for note in simulate(settings).notes)
