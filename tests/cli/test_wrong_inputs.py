@@ -109,9 +109,9 @@ class Case:
     files: dict[str, str] = field(default_factory=dict)
 
 
-def own(name: str, *words: str) -> Case:
-    """A task of the user's own, in private mode."""
-    settings = (f"task=own:{name}", "options=", "learners=2", "data.partition=iid")
+def own(name: str, *words: str, mode: str = "private") -> Case:
+    """A task of the user's own."""
+    settings = (f"task=own:{name}", "options=", "learners=2", "data.partition=iid", f"privacy.mode={mode}")
     return Case(words, settings=settings, run=(RUN[RUN.index("[options]") : RUN.index("[privacy]")], ""))
 
 
@@ -207,9 +207,9 @@ CASES = {
     ),
     # ---- code of the user's own
     "NaN in the inputs": own(
-        "nan", "training record 17 (counted from 0): inputs at position 2 is NaN", "remove the record"
+        "nan", "training record 17 (counted from 0): inputs at position 2 is NaN", "remove the record", mode="none"
     ),
-    "an infinite target": own("infinite_target", "training record 9 (counted from 0): targets at position 0"),
+    "an infinite target": own("infinite_target", "record 9 (counted from 0): targets at position 0", mode="none"),
     "a model without parameters": own("no_parameters", "no trainable parameter"),
     "a dataset without a length": own("no_length", "has no length"),
     "classes of pixels": own("pixels", "one loss per record", "mean(1)"),
