@@ -237,3 +237,68 @@ def test_memory_stays_bounded_by_what_is_drawn() -> None:
     found = [len(targets) for _, targets in pieces(as_records(Big()))]
     assert sum(found) == 40
     assert max(found) == PIECE_BYTES // ((8 << 20) + 8)
+
+
+class Centred(Indexed):
+    """Couples the records of a batch, where it is asked for a batch."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [(X[each] - X[indices].mean(dim=0), Y[each]) for each in indices]
+
+
+def test_a_record_is_read_alone() -> None:
+    records = as_records(Centred(range(100)))
+    for private in (False, True):
+        inputs, _ = records.with_workers(0, private=private).read(torch.tensor([3, 4, 5]))
+        assert torch.equal(inputs, X[3:6])
+
+
+class Mixed(Indexed):
+    """Record 7 has types of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (X[index].double(), 1.5) if index == 7 else (X[index], 1)
+
+
+def test_the_type_of_one_record_does_not_convert_the_others() -> None:
+    records = as_records(Mixed(range(100)))
+    inputs, targets = records.with_workers(0, private=True).read(torch.tensor([7, 3]))
+    assert torch.equal(inputs, X[[7, 3]])
+    assert targets.tolist() == [1, 1]
+    assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
+    with pytest.raises(adp2sgd.DataError, match="differ in shape, type or structure"):
+        records.read(torch.tensor([7, 3]))  # 1.5 as an integer would lose a half
+
+
+class Augmented(Indexed):
+    """Random numbers from all three global generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.array([torch.rand(()).item(), np.random.rand(), random.random()]), 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_under_privacy_every_item_has_random_numbers_of_its_own(workers: int) -> None:
+    records = as_records(Augmented(range(100)))
+    pools = [records.with_workers(workers, private=True) for _ in range(2)]
+    seen = []
+    for pool in pools:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        seen.append(pool.fetch(torch.tensor([3, 4, 5])).result()[0])
+        pool.reader.close()
+        here = [torch.rand(()).item(), np.random.rand(), random.random()]
+        torch.manual_seed(0)
+        assert here == [torch.rand(()).item(), np.random.RandomState(0).rand(), random.Random(0).random()]
+    assert len(torch.cat(seen).unique()) == 18
+
+
+def test_a_private_run_reads_privately() -> None:
+    from adp2sgd.engine.setup import prepare
+
+    for mode in ("none", "private"):
+        privacy = Privacy(mode="private", noise_multiplier=1.0, delta=1e-3) if mode == "private" else Privacy()
+        setup = prepare(Config(learners=1, batch_size=8, privacy=privacy), tasks()[1])
+        own = setup.site(0).task
+        assert [part.reader.private for part in (own.train, own.test)] == 2 * [mode == "private"]

@@ -2,19 +2,26 @@
 
 An item is `(inputs, target)`, or a dictionary in which one entry is the target. Worker processes read batches ahead:
 they are forked, so they need no importable main module, and they end when the process that forked them ends.
+
+Under privacy a batch must not couple its records. So the dataset is asked for one item at a time (never through
+`__getitems__`), every item gets the structure and the types of the dataset's first record, and every item has random
+numbers of its own.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -29,31 +36,65 @@ Batch = tuple[Inputs, Tensor]
 
 
 class Reader:
-    """Turns indices into batches: in the calling thread, in a thread of its own, or in `workers` processes."""
+    """Turns indices into batches: in the calling thread, in a thread of its own, or in `workers` processes.
 
-    def __init__(self, dataset: Any, target: str | None = None, workers: int = 0) -> None:
+    `like` is a batch whose structure and types every item gets. A `private` reader keeps the items of a batch apart.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        target: str | None = None,
+        workers: int = 0,
+        *,
+        like: Batch | None = None,
+        private: bool = False,
+    ) -> None:
         self.dataset, self.target, self.workers = dataset, target, workers
+        self.like, self.private = like, private
         self._executor: Executor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_executor": None}
 
-    def with_workers(self, workers: int) -> Reader:
-        return Reader(self.dataset, self.target, workers)
+    def with_workers(self, workers: int, *, private: bool | None = None) -> Reader:
+        private = self.private if private is None else private
+        return Reader(self.dataset, self.target, workers, like=self.like, private=private)
 
     def read(self, indices: Sequence[int]) -> Batch:
         """The items as one batch, in this thread."""
-        many = getattr(self.dataset, "__getitems__", None)
-        items = [self.dataset[index] for index in indices] if many is None else many(list(indices))
-        found = [self._parts(item, index) for item, index in zip(items, indices, strict=True)]
+        with _own_randomness() if self.private else nullcontext():
+            found = [self._item(index) for index in indices]
         try:
-            inputs = tree.joined([inputs for inputs, _ in found], torch.stack)
-            return inputs, torch.stack([target for _, target in found])
-        except (RuntimeError, KeyError, ValueError):
+            like = self.like or found[0]
+            alike = [tuple(map(self._alike, parts, like)) for parts in found]
+            inputs = tree.joined([inputs for inputs, _ in alike], torch.stack)
+            return inputs, torch.stack([target for _, target in alike])
+        except (RuntimeError, TypeError, KeyError, ValueError):
             raise DataError(
                 f"the records {_few(indices)} of the dataset differ in shape, type or structure; make them alike in "
                 "its __getitem__ (pad or crop)"
             ) from None
+
+    def _item(self, index: int) -> tuple[Inputs, Tensor]:
+        if self.private:
+            _reseed()
+        return self._parts(self.dataset[index], index)
+
+    def _alike(self, parts: Inputs, like: Inputs) -> Inputs:
+        """The parts with the structure and the types of `like`. `torch.stack` alone would convert a whole batch to the
+        widest type in it, so one record would change the others."""
+        if isinstance(like, dict):
+            return {name: self._typed(parts[name], like[name].dtype) for name in like}
+        if isinstance(like, tuple):
+            return tuple(self._typed(part, other.dtype) for part, other in zip(parts, like, strict=True))
+        return self._typed(parts, like.dtype)
+
+    def _typed(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """Private mode converts everything: whether a run ends must not depend on a record's type."""
+        if not isinstance(part, Tensor) or not (self.private or torch.can_cast(part.dtype, dtype)):
+            raise TypeError
+        return part.to(dtype)
 
     def start(self) -> None:
         """Start the worker processes. Call it before the process has threads that hold locks."""
@@ -66,7 +107,9 @@ class Reader:
             self._executor = None
 
     def submit(self, indices: Sequence[int]) -> Future[Batch | None]:
-        """The batch, read in the background."""
+        """The batch, read in the background; under privacy without workers, before this returns."""
+        if self.private and not _forks(self.workers):  # a thread would disturb the caller's random numbers
+            return _done(lambda: self.read(indices) if len(indices) else None)
         if self._executor is None:
             self._executor = _executor(self)
             weakref.finalize(self, self._executor.shutdown, wait=False, cancel_futures=True)
@@ -110,6 +153,35 @@ def _tensor(value: Any, what: str) -> Tensor:
         ) from None
 
 
+def _done(read: Callable[[], Any]) -> Future[Any]:
+    done: Future[Any] = Future()
+    try:
+        done.set_result(read())
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+
+def _reseed() -> None:
+    """New random numbers for one item, from the operating system also where the run has a seed: the same record is read
+    in many steps, and a reader does not know the step."""
+    torch.default_generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
+    np.random.seed(np.frombuffer(os.urandom(32), np.uint32))
+    random.seed(os.urandom(32))
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """What is drawn or seeded inside leaves the global generators as they were."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
 def _few(indices: Sequence[int]) -> str:
     return ", ".join(map(str, indices[:3])) + (", …" if len(indices) > 3 else "")
 
@@ -145,9 +217,7 @@ class DatasetRecords:
     def fetch(self, rows: Tensor) -> Future[Batch]:
         """As `read`, in the background."""
         if not len(rows):
-            done: Future[Batch] = Future()
-            done.set_result(self.like)
-            return done
+            return _done(self.blank)
         return self.reader.submit(self.rows[rows].tolist())  # type: ignore[return-value]
 
     def blank(self) -> Batch:
@@ -170,9 +240,9 @@ class DatasetRecords:
             return None
         return _tensor(found, "the dataset's attribute targets")[self.rows]
 
-    def with_workers(self, workers: int) -> DatasetRecords:
-        """The same records, read by so many processes."""
-        return replace(self, reader=self.reader.with_workers(workers))
+    def with_workers(self, workers: int, *, private: bool | None = None) -> DatasetRecords:
+        """The same records, read by so many processes; for a run in private mode or not, if that is said."""
+        return replace(self, reader=self.reader.with_workers(workers, private=private))
 
 
 def start_reading(records: RecordSet) -> None:
@@ -236,10 +306,9 @@ def _from_dataset(dataset: Any, sites: Tensor | None, site_names: tuple[str, ...
         raise DataError(f"{count} records but {len(sites)} site labels; every record needs one")
     if _is_hugging_face(dataset) and dataset.format["type"] is None:
         dataset = dataset.with_format("torch")
-    reader = Reader(dataset, target)
-    inputs, targets = reader.read([0])
+    inputs, targets = Reader(dataset, target).read([0])
     like = tree.each(lambda part: part[:0].clone(), inputs), targets[:0].clone()
-    return DatasetRecords(reader, torch.arange(count), like, sites, site_names)
+    return DatasetRecords(Reader(dataset, target, like=like), torch.arange(count), like, sites, site_names)
 
 
 def _is_hugging_face(dataset: Any) -> bool:
@@ -251,10 +320,17 @@ def _is_hugging_face(dataset: Any) -> bool:
 _reader: Reader | None = None  # in a worker: what it reads with
 
 
+def _forks(workers: int) -> bool:
+    """Whether so many workers are processes; else they are threads."""
+    import multiprocessing
+
+    return workers > 0 and "fork" in multiprocessing.get_all_start_methods()
+
+
 def _executor(reader: Reader) -> Executor:
     import multiprocessing
 
-    if not reader.workers or "fork" not in multiprocessing.get_all_start_methods():
+    if not _forks(reader.workers):
         return ThreadPoolExecutor(max(1, reader.workers), "records")
     context = multiprocessing.get_context("fork")
     return ProcessPoolExecutor(reader.workers, context, _begin, (reader.with_workers(0), os.getpid()))

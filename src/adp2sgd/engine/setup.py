@@ -100,10 +100,9 @@ def prepare(config: Config, task: Task | None = None, seed: int | None = None, *
     """Load the task (or take the given one), deal out its records and build the model, all from the public seed; refuse
     what does not fit."""
     device = pick_device(config.device)
-    task = task or resolve(config.task, config.options, private=config.privacy.mode == "private")
-    task = _with_workers(task, config.data.workers)
-    config = config.replace(data=config.data.replace(partition=shards.partition_of(task.train, config.data)))
     private = config.privacy.mode == "private"
+    task = reading(task or resolve(config.task, config.options, private=private), config.data.workers, private=private)
+    config = config.replace(data=config.data.replace(partition=shards.partition_of(task.train, config.data)))
     plan = make_plan(config, total_samples=population(task.train, private=private).count, seed=seed)
     rows = shards.split(task.train, config.data, config.learners, plan.seed)
     owned = tuple(population(task.train, private=private, rows=shard) for shard in rows)
@@ -124,11 +123,13 @@ def _mixed_sites(config: Config, task: Task) -> list[str]:
     ]
 
 
-def _with_workers(task: Task, workers: int) -> Task:
+def reading(task: Task, workers: int, *, private: bool) -> Task:
     """Datasets that are read by index get readers of their own, which end with the run."""
     parts = {"train": task.train, "test": task.test}
     read: dict[str, Any] = {
-        name: part.with_workers(workers) for name, part in parts.items() if isinstance(part, DatasetRecords)
+        name: part.with_workers(workers, private=private)
+        for name, part in parts.items()
+        if isinstance(part, DatasetRecords)
     }
     if not read:
         return task

@@ -18,7 +18,7 @@ from adp2sgd.engine.peers.introduction import model_facts
 from adp2sgd.engine.peers.result import Stage, leave_result
 from adp2sgd.engine.peers.worker import SiteWorker, Terms
 from adp2sgd.engine.plan import make_plan
-from adp2sgd.engine.setup import beginning
+from adp2sgd.engine.setup import beginning, reading
 from adp2sgd.engine.site import Site
 from adp2sgd.engine.status import RunStatus, StatusFile
 from adp2sgd.engine.threads import suited_threads
@@ -91,7 +91,7 @@ def _prepare(
         raise ConfigError(
             "records is missing in site.toml; declare the number of training records, rounded: it gives the sample rate"
         )
-    task = resolve(own.task, own.options, private=private)
+    task = reading(resolve(own.task, own.options, private=private), workers=0, private=private)
     total = own.consortium.total_samples
     assert total is not None  # `load_run` asks for it
     plan = make_plan(own, total_samples=total, seed=own.consortium.init_seed or 0)
