@@ -72,18 +72,20 @@ def play(*, as_json: bool = False) -> None:
     if as_json:
         view.print_json([asdict(row) for row in rows])
         return
-    columns = ["site", "certificate until", "steps", "exchanges", "restarts", "accuracy", "ε spent", "consensus"]
+    columns = ["site", "steps", "exchanges", "restarts", "accuracy", "ε spent"]
     shown = [
         (
-            row.site, row.certificate_until, str(row.steps), str(row.exchanges), str(row.restarts),
+            row.site, str(row.steps), str(row.exchanges), str(row.restarts),
             "" if row.accuracy is None else f"{row.accuracy:.1%}", f"{row.epsilon_spent:.2f} of {row.epsilon:.2f}",
-            f"{row.consensus:.1e}",
         )
         for row in rows
     ]  # fmt: skip
     view.table(f"Four hospitals over TLS 1.3, no server; {KILLED} was killed (kill -9) and restarted", columns, shown)
-    print("accuracy: on each hospital's own held-out patients. consensus: mean squared distance from pair averages.")
-    print("ε: bounds what anybody outside a hospital can learn about one of its patients; its own ledger counts it.")
+    view.say("accuracy: on each hospital's own held-out patients.")
+    view.say("ε: bounds what anybody outside a hospital can learn about one of its patients; its own ledger counts it.")
+    until, apart = min(row.certificate_until for row in rows), max(row.consensus for row in rows)
+    view.say(f"The certificates are valid until {until}.")
+    view.say(f"At the end the largest mean squared distance of a model from the average of a pair was {apart:.1e}.")
 
 
 def _data(root: Path) -> tuple[Path, bool]:

@@ -135,15 +135,16 @@ def privacy_spent(
             "–" if row.epsilon_limit is None else f"{row.epsilon_limit:.4g}",
             row.composition,
             f"{row.epsilon_if_fixed:.4g}",
-            row.ledger,
         )
         for row in rows
     ]
     title = f"spent at δ = {rows[0].delta:g} ({rows[0].adjacency})"
-    names = ["data set", "site", "steps", "ε", "of at most", "composition", "ε if fixed", "ledger"]
-    view.table(title, names, shown)
+    names = ["data set", "site", "steps", "ε", "of at most", "composition", "ε if fixed"]
+    view.table(title, names, shown, dispensable=("composition", "ε if fixed"))
+    for row in rows:
+        view.say(f"ledger: {row.ledger}")
     for note in dict.fromkeys(row.note for row in rows if row.note):
-        print(f"note: {note}")
+        view.say(f"note: {note}")
 
 
 @privacy.command("statement", epilog="Example: adp2sgd privacy statement runs/first -o statement.md")

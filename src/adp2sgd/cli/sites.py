@@ -27,6 +27,9 @@ def join(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="MODULE:FUNCTION", help="Import this function, which run.toml names as its task."),
     ] = None,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Begin a private run without waiting for a first neighbour.")
+    ] = False,
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
@@ -35,10 +38,11 @@ def join(
 
     with view.waiting(quiet=quiet):
         from adp2sgd.cli.liveview import watching
+        from adp2sgd.config import load_site
         from adp2sgd.engine.peers.join import join as take_part
 
-    with watching(f"{run.stem} at {site.stem}", quiet=quiet) as on_status:
-        result = take_part(run, site, out, trust=trust, on_status=on_status)
+    with watching(f"{run.stem} at {load_site(site).name}", quiet=quiet) as on_status:
+        result = take_part(run, site, out, trust=trust, alone=alone, on_status=on_status)
     view.print_json(result.to_dict()) if json else view.print_run(result)
 
 
@@ -81,24 +85,27 @@ def _print(run: Path, found: RunStatus, running: bool) -> None:
     age = "" if found.written_at is None else f", {max(0.0, time.time() - found.written_at):.0f} s ago"
     print(f"{run}: {'running' if running else 'not running'}{age}; {found.task} {found.algorithm}")
     print(f"epoch {found.epoch:.2f} of {found.epochs:g}, {found.global_steps:,} of {found.target_steps:,} steps")
-    columns = ["site", "state", "steps", "exchanges", "steps/s", "ε spent of budget", "notes"]
-    view.table("sites", columns, [_row(each) for each in found.learners])
+    columns = ["site", "state", "steps", "exchanges", "steps/s", "ε spent"]
+    dispensable = ("steps/s", "exchanges")
+    view.table("sites", columns, [_row(each) for each in found.learners], left=("state",), dispensable=dispensable)
+    for each in found.learners:
+        for note in each.notes:
+            view.say(f"{each.name}: {note}")
     for note in found.notes:
-        print(f"note: {note}")
+        view.say(f"note: {note}")
 
 
 def _row(each: LearnerStatus) -> tuple[str, ...]:
-    spent = "" if each.epsilon is None else f"of {each.epsilon:.2f}"
-    if each.epsilon is not None and each.epsilon_spent is not None:
-        spent = f"{each.epsilon_spent:.2f} {spent}"
+    spent = ""
+    if each.epsilon is not None:  # another site states its cap alone
+        told = f"{each.epsilon:.2f}"
+        spent = f"at most {told}" if each.epsilon_spent is None else f"{each.epsilon_spent:.2f} of {told}"
     rate = f"{each.rate:.1f}" if each.rate else ""
-    name = each.site or str(each.learner)
     return (
-        name,
+        each.name,
         each.state,
         f"{each.counters.steps:,}",
         f"{each.counters.exchanges:,}",
         rate,
         spent,
-        "; ".join(each.notes),
     )

@@ -160,8 +160,8 @@ def _check_units(config: Config, task: Task) -> list[str]:
     ]
 
 
-def _check_ledger(config: Config) -> list[str]:
-    """Refuse a ledger that could not say whose records were drawn; returns warnings."""
+def check_ledger(config: Config, where: str = "") -> list[str]:
+    """Refuse a ledger that could not say whose records were drawn; returns warnings. `where`: the file to change."""
     privacy = config.privacy
     if privacy.ledger is None and config.seed is None:
         return ["the ledger covers this run alone; set privacy.ledger to a folder to compose over a site's runs"]
@@ -175,7 +175,9 @@ def _check_ledger(config: Config) -> list[str]:
         and privacy.dataset is None
         and (config.task.startswith("<") or ":" in config.task or config.task.partition("/")[0] in ("table", "images"))
     ):
-        raise ConfigError(f'privacy.dataset is missing; name the data of task = "{config.task}" for privacy.ledger')
+        raise ConfigError(
+            f'privacy.dataset is missing{where}; name the data of task = "{config.task}" for privacy.ledger'
+        )
     return []
 
 
@@ -197,7 +199,7 @@ def _check_privacy(config: Config, task: Task, model: FlatModel, shards: Sequenc
         unit=RECORD if task.train.units is None else task.train.units.name,
     )
     warnings += _check_units(config, task)
-    warnings += _check_ledger(config)
+    warnings += check_ledger(config)
     warnings.append("loss and accuracy are of held-out records, which ε does not cover; publish them by choice only")
     if privacy.copies > 1 and task.augment is None:
         raise ConfigError(

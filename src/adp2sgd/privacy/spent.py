@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adp2sgd import config
-from adp2sgd.errors import ConfigError
+from adp2sgd.errors import ConfigError, LedgerError
 from adp2sgd.privacy.ledger import read, require
 from adp2sgd.privacy.plan import read_plan
 from adp2sgd.privacy.policy import RenyiFilter, if_fixed
@@ -54,8 +54,12 @@ def _of_run(path: Path, delta: float | None, adjacency: str | None) -> list[Row]
     if settings.privacy.mode != "private":
         raise ConfigError(f"{path} holds a run without a privacy guarantee; there is no ledger")
     rows = []
-    for learner in range(settings.learners):
-        kept = read_plan(path / f"learner-{learner}" / "plan.json")
+    joined = (path / "session.json").exists()  # by `adp2sgd join`: the folder holds the site's own learner alone
+    folders = sorted(path.glob("learner-*")) if joined else [path / f"learner-{k}" for k in range(settings.learners)]
+    if not folders:
+        raise LedgerError(f"{path} holds no folder learner-N with this site's plan; restore it, or give the ledger")
+    for folder in folders:
+        kept = read_plan(folder / "plan.json")
         own, note = kept.plan.policy, "" if settings.seed is None else SEEDED
         row = _row(kept.ledger, own.delta if delta is None else delta, adjacency or own.adjacency, note)
         require(kept.ledger, kept.mark)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adp2sgd.config import Config, Consortium, Privacy
-from adp2sgd.engine.peers.introduction import Introduction
+from adp2sgd.engine.peers.introduction import Introduction, stated_epsilon
 from adp2sgd.engine.status import PublicStatus
 from adp2sgd.errors import RefusedError
 from adp2sgd.identity.authority import Authority
@@ -51,6 +51,17 @@ def test_equal_sites_agree_and_learn_of_steps(pair: tuple[Introduction, Introduc
     one.check_hello(over_the_wire(two.hello()))
     assert one._progress.total == 7
     assert one.heard["two"] == PublicStatus(site="two", epsilon=3.0, delta=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "accepted", "stated"),
+    [(2.5137, None, 2.6), (2.6, None, 2.6), (0.03301, 1.0, 0.034), (12.01, None, 13.0), (9.97, None, 10.0),
+     (2.5137, 2.55, 2.55), (2.5137, 2.5, 2.6)],
+)  # fmt: skip
+def test_a_stated_epsilon_is_rounded_up(epsilon: float, accepted: float | None, stated: float) -> None:
+    """An exact ε and a public noise would tell the number of records."""
+    assert stated_epsilon(epsilon, accepted) == pytest.approx(stated, rel=1e-12)
+    assert stated_epsilon(epsilon, accepted) >= epsilon
 
 
 @pytest.mark.parametrize(

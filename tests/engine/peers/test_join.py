@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +84,27 @@ def test_a_site_alone_trains_on_and_names_those_that_never_came(hospitals: Calla
     for name in NAMES[:3]:
         assert f"site {name} never came" in run.notes
     assert [each.state for each in run.learners[:3]] == ["never came"] * 3
+
+
+def test_a_private_site_that_starts_first_spends_nothing_before_it_meets_a_neighbour(
+    hospitals: Callable[..., Hospitals], tmp_path: Path
+) -> None:
+    made = hospitals(names=("hungarian", "va"), privacy=PRIVATE, epochs=2)
+    made.start("va")
+    until(lambda: made.state("va") == "waiting for a first neighbour", 60, made.told)
+    time.sleep(3.0)
+    assert made.state("va") == "waiting for a first neighbour"
+    assert "waiting for a first neighbour" in made.notes("va")
+    assert made.steps("va") == 0
+    made.start("hungarian")
+    made.wait()
+    assert all(made.result(name).learners[number].steps for number, name in enumerate(made.names))
+    spent = adp2sgd("privacy", "spent", str(made.folder("va")), cwd=tmp_path)
+    assert spent.returncode == 0, spent.stderr
+    assert "heart-va.jsonl" in spent.stdout
+    shown = adp2sgd("status", str(made.folder("va")), cwd=tmp_path)
+    assert "at most 3.00" in shown.stdout
+    assert " of 3.00" in shown.stdout
 
 
 def test_the_demonstration_of_four_sites_ends_in_a_table(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 KEPT = 20  # events in a status
 NEVER = "never came"
+WAITING = "waiting for a first neighbour"  # a state
 
 
 class Attendance:
@@ -61,7 +62,8 @@ class Attendance:
         total = worker.learner.progress.total
         me = worker.place.learner
         learners = [self.own() if k == me else self._other(k, links.get(k)) for k in range(len(self.names))]
-        notes = [f"site {name} {NEVER}" for name in self.missing]
+        waits = [] if worker.state != WAITING else [f"{WAITING} before the first private step; --alone begins without"]
+        notes = [*waits, *(f"site {name} {NEVER}" for name in self.missing)]
         return RunStatus(
             task=plan.config.task,
             algorithm=plan.config.algorithm,

@@ -6,10 +6,12 @@ Implements `exchange.handshake.Identity`. Certificates, roster and revocations a
 from __future__ import annotations
 
 import hashlib
+import math
 import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -33,6 +35,16 @@ def model_facts(model: FlatModel) -> dict[str, str]:
         "shape": hashlib.sha256(repr(shape).encode()).hexdigest(),
         "weights": hashlib.sha256(weights.data).hexdigest(),
     }
+
+
+def stated_epsilon(epsilon: float, accepted: float | None) -> float:
+    """ε rounded up to two digits, as a site states it where the noise is public: from its exact ε others could compute
+    the number of records. It does not exceed what members accept where ε itself does not."""
+    if not 0 < epsilon < math.inf:
+        return epsilon
+    place = 1 - math.floor(math.log10(epsilon))
+    stated = max(epsilon, math.ceil(Decimal(repr(epsilon)).scaleb(place)) * 10.0**-place)
+    return min(stated, accepted) if accepted is not None and epsilon <= accepted else stated
 
 
 class Introduction:

@@ -22,7 +22,7 @@ from adp2sgd.engine.setup import beginning, reading
 from adp2sgd.engine.site import Site
 from adp2sgd.engine.status import RunStatus, StatusFile
 from adp2sgd.engine.threads import suited_threads
-from adp2sgd.engine.validate import validate
+from adp2sgd.engine.validate import check_ledger, validate
 from adp2sgd.errors import ConfigError, InterruptedRunError, callback, telling_no_values
 from adp2sgd.flat import FlatModel
 from adp2sgd.identity.credentials import Credentials, Paths
@@ -40,20 +40,24 @@ def join(
     folder: str | Path | None = None,
     *,
     trust: str | None = None,
+    alone: bool = False,
     on_status: Callable[[RunStatus], None] | None = None,
 ) -> Run:
     """Take part in the run of `run_file` as the site of `site_file`, until it ends. Returns this site's result.
 
     `folder` keeps the run (default: runs/RUN-SITE). Called again, the run goes on: with a neighbour's model where
-    one answers, with its own ledger in any case. `trust` names the code that run.toml names as its task.
+    one answers, with its own ledger in any case. `trust` names the code that run.toml names as its task. A private run
+    takes its first step when a first neighbour has been met; `alone`: at once.
     """
     run, site = naming(load_run(run_file), trust), load_site(site_file)
     home = Path("runs") / f"{Path(run_file).stem}-{site.name}" if folder is None else Path(folder)
     with telling_no_values(run.privacy.mode == "private"):
-        return _join(run, Path(run_file).parent, site, home, callback(on_status or (lambda _: None)))
+        return _join(run, Path(run_file).parent, site, home, callback(on_status or (lambda _: None)), alone=alone)
 
 
-def _join(run: Config, beside: Path, site: SiteFile, home: Path, on_status: Callable[[RunStatus], None]) -> Run:
+def _join(
+    run: Config, beside: Path, site: SiteFile, home: Path, on_status: Callable[[RunStatus], None], *, alone: bool
+) -> Run:
     if (home / "result.json").exists():
         raise ConfigError(f"{home} holds a finished run; its result is in result.json; choose another --out")
     own = at_site(run, site)
@@ -64,7 +68,7 @@ def _join(run: Config, beside: Path, site: SiteFile, home: Path, on_status: Call
     resumed = (home / "config.toml").exists()
     stage, facts = _prepare(own, site, beside, names, resumed=resumed)
     listen = tuple(split_address(each, "listen") for each in site.listen)
-    terms = Terms(run=run, credentials=credentials, model=facts, listen=listen)
+    terms = Terms(run=run, credentials=credentials, model=facts, listen=listen, alone=alone)
     folder = Folder.reopen(home, own) if resumed else Folder.create(home, own)
     number = credentials.roster.number_of(site.name)
     with folder.held(), Interrupt() as interrupt:
@@ -77,6 +81,8 @@ def _join(run: Config, beside: Path, site: SiteFile, home: Path, on_status: Call
         sys.setswitchinterval(SWITCH_S)
         with closing(worker.carrier):
             worker.live()
+        if worker.control.failure is not None:
+            raise worker.control.failure
         if interrupt.requested and not worker.reached.is_set():
             raise InterruptedRunError("interrupted; nothing is lost: the same command goes on")
         return leave_result(stage, worker, folder)
@@ -91,6 +97,7 @@ def _prepare(
         raise ConfigError(
             "records is missing in site.toml; declare the number of training records, rounded: it gives the sample rate"
         )
+    check_ledger(own, where=" in site.toml")
     task = reading(resolve(own.task, own.options, private=private), workers=0, private=private)
     total = own.consortium.total_samples
     assert total is not None  # `load_run` asks for it

@@ -74,7 +74,10 @@ def _result(stage: Stage, worker: SiteWorker, folder: Folder) -> Run:
         learners=1,
     )
     curve = (*(each for each in folder.points() if each.global_steps < steps), point)
-    run = finish(stage, [account], results, curve, theta=worker.evaluated(), clock="real", folder=str(folder.path))
+    run = finish(
+        stage, [account], results, curve,
+        theta=worker.evaluated(), clock="real", folder=str(folder.path), stopped=worker.control.stopped,
+    )  # fmt: skip
     return replace(run, notes=(*run.notes, *_told(worker)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -14,9 +15,9 @@ from adp2sgd.config import Config
 from adp2sgd.engine import checkpoint as learner_checkpoint
 from adp2sgd.engine.compute import Compute
 from adp2sgd.engine.interrupt import Interrupt
-from adp2sgd.engine.peers.attendance import Attendance
+from adp2sgd.engine.peers.attendance import WAITING, Attendance
 from adp2sgd.engine.peers.direction import SiteDirection
-from adp2sgd.engine.peers.introduction import Introduction
+from adp2sgd.engine.peers.introduction import Introduction, stated_epsilon
 from adp2sgd.engine.peers.membership import Membership
 from adp2sgd.engine.peers.session import Session
 from adp2sgd.engine.peers.settle import Settling
@@ -53,6 +54,7 @@ class Terms:
     credentials: Credentials
     model: dict[str, str]  # `model_facts` at the initial weights
     listen: tuple[Address, ...]
+    alone: bool = False  # a private run may begin before a neighbour is met
 
 
 class SiteWorker(Worker):
@@ -131,6 +133,7 @@ class SiteWorker(Worker):
     def find_model(self) -> None:
         """A site that comes back, or comes late, copies a neighbour's model first. The counts of its checkpoint hold in
         any case."""
+        self._wait_for_the_first()
         if self.mode == "fresh":
             self._wait_for_links(MEET_FRESH_S)
             if self.learner.progress.total and self.linked:
@@ -149,10 +152,11 @@ class SiteWorker(Worker):
         budget, stopped = self.learner.budget, self.learner.progress.stopped(self.place.learner)
         if budget is None:
             return PublicStatus(site=self.terms.credentials.name, stopped=stopped)
-        policy = budget.plan.policy
-        return PublicStatus(
-            site=self.terms.credentials.name, stopped=stopped, epsilon=policy.epsilon, delta=policy.delta
-        )
+        policy, run = budget.plan.policy, self.terms.run
+        epsilon = policy.epsilon
+        if epsilon != self.config.privacy.epsilon:  # that one was chosen, and tells nothing of the records
+            epsilon = stated_epsilon(epsilon, run.consortium.epsilon)
+        return PublicStatus(site=self.terms.credentials.name, stopped=stopped, epsilon=epsilon, delta=policy.delta)
 
     def _copy_late(self) -> None:
         self.exchange.lost = True
@@ -168,6 +172,16 @@ class SiteWorker(Worker):
             if any(self.exchanges.fetch(other) for other in linked):
                 return True
         return False
+
+    def _wait_for_the_first(self) -> None:
+        """A private run that has no step yet spends nothing before it has met a neighbour: started first and alone, a
+        site would spend its whole ε on a model of its own."""
+        budget = self.learner.budget
+        if budget is None or budget.steps or self.terms.alone:
+            return
+        before, self.state = self.state, WAITING
+        self._wait_for_links(math.inf)
+        self.state = before
 
     def _wait_for_links(self, seconds: float) -> None:
         """Until one neighbour is there; not at all without neighbours."""
