@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adp2sgd.config import Config, Optimizer, Privacy
+from adp2sgd.config import Config, Data, Optimizer, Privacy
 from adp2sgd.engine import simulate, train
 from adp2sgd.engine.setup import prepare
 from adp2sgd.errors import ConfigError, RunError
@@ -107,7 +107,31 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     private = SHORT.replace(
         init_from=str(tmp_path / "first"), privacy=Privacy(mode="private", noise_multiplier=2.0, delta=1e-4)
     )
-    assert any("begins with the model of init_from" in note for note in prepare(private).notes)
+    assert any("init_public = true" in note for note in prepare(private.replace(init_public=True)).notes)
+
+
+def test_a_private_run_begins_with_public_weights_or_on_the_same_ledger_only(tmp_path: Path) -> None:
+    rows = [f"{k % 50},{k % 2},{'north' if k % 3 else 'south'}{chr(10)}" for k in range(400)]
+    (tmp_path / "patients.csv").write_text("".join(["age,ill,clinic\n", *rows]))
+    options = {"path": str(tmp_path / "patients.csv"), "label": "ill", "site": "clinic", "classes": [0, 1]}
+    options["ranges"] = {"age": [0, 50]}
+    sites = SHORT.replace(task="table/logistic", epochs=1, seed=None, options=options, data=Data(partition="site"))
+    privacy = Privacy(mode="private", epsilon=5.0, delta=1e-4, ledger=str(tmp_path / "ledger"), dataset="patients")
+    simulate(sites, tmp_path / "plain")
+    simulate(sites.replace(privacy=privacy.replace(epsilon=2.0, ledger=str(tmp_path / "else"))), tmp_path / "elsewhere")
+    simulate(sites.replace(privacy=privacy), tmp_path / "private")
+    start = sites.replace(privacy=privacy, init_from=str(tmp_path / "private"))
+    prepare(start)
+    weights = str(tmp_path / "private/model/weights.safetensors")
+    for changes, why in (
+        ({"init_from": str(tmp_path / "plain")}, "a run without privacy"),
+        ({"init_from": str(tmp_path / "elsewhere")}, "does not share"),
+        ({"privacy": privacy.replace(ledger=None)}, "does not share"),
+        ({"init_from": weights}, "is no run's folder"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            prepare(start.replace(**changes))
+        assert any("init_public" in note for note in prepare(start.replace(**changes, init_public=True)).notes)
 
 
 @pytest.mark.parametrize("engine", [simulate, pytest.param(train, marks=pytest.mark.processes)])

@@ -158,6 +158,17 @@ def test_the_registry_entry_keeps_to_the_schema(folder: Path) -> None:
     assert set(parts["privacy_loss"]["privacy_parameters"]) == {"epsilon", "delta"}
     assert parts["privacy_loss"]["number_of_privacy_units"] == 800  # of 1,000 records a fifth is held out
     assert parts["basic"]["intended_use"].startswith(ASK)
+    assert parts["implementation"]["utility"].startswith(ASK)  # figures of held-out records are the owner's to publish
+
+
+def test_a_private_runs_card_tells_metrics_on_request_only(folder: Path, tmp_path: Path) -> None:
+    for words, told in (((), False), (("--with-metrics",), True)):
+        done = adp2sgd("export", str(folder), "--out", str(tmp_path / "model.safetensors"), *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        card = (tmp_path / "MODEL_CARD.md").read_text(encoding="utf-8")
+        assert ("| accuracy |" in card) is told
+        assert ("Not published" in card) is not told
+        assert " records)" not in card
 
 
 def test_the_command_writes_markdown_and_json(folder: Path, tmp_path: Path) -> None:

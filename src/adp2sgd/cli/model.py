@@ -70,6 +70,9 @@ def export(
     run: RunFolder,
     format_: Annotated[str, typer.Option("--format", help="safetensors, onnx or torch.export")] = "safetensors",
     out: Annotated[Optional[Path], typer.Option(help="The file (default: in the run's folder).")] = None,  # noqa: UP045
+    with_metrics: Annotated[
+        bool, typer.Option("--with-metrics", help="Tell a private run's metrics of held-out records in the card.")
+    ] = False,
     trust: Trust = None,
     json: Json = False,
 ) -> None:
@@ -79,7 +82,8 @@ def export(
     with view.waiting(f"exporting to {format_}"):
         from adp2sgd.report.export import export_model
 
-        files: list[Any] = [str(path) for path in export_model(run, format_, out, trust)]
+        written = export_model(run, format_, out, trust, with_metrics=with_metrics)
+        files: list[Any] = [str(path) for path in written]
     if json:
         view.print_json({"files": files})
     else:

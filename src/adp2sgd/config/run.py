@@ -49,6 +49,7 @@ class Config(Section):
     checkpoint_every: float = 5.0  # epochs; 0: not by epochs
     checkpoint_every_s: float = 60.0  # real seconds; 0: not by time. Both 0: only when interrupted
     init_from: str | None = None  # a run's folder or a safetensors file, whose model all learners begin with
+    init_public: bool = False  # the model of init_from was trained on public data only; for private mode
     options: Mapping[str, Any] = field(default_factory=dict)  # passed to the task's function
     topology: Topology = field(default_factory=Topology)
     optimizer: Optimizer = field(default_factory=Optimizer)

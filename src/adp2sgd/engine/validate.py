@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from adp2sgd import tree
-from adp2sgd.config import Config, Privacy
+from adp2sgd.config import Config, Privacy, load_config
 from adp2sgd.data.records import Records, RecordSet
 from adp2sgd.engine.evaluate import HeldOut
 from adp2sgd.engine.plan import Plan
@@ -40,12 +41,31 @@ def validate(plan: Plan, task: Task, model: FlatModel, shards: Sequence[int], *,
 
 
 def _begins_with(plan: Plan) -> list[str]:
-    if not plan.private or plan.config.init_from is None:
+    """Refuse a private run whose first model tells of records that no shared ledger covers; returns warnings."""
+    config = plan.config
+    if not plan.private or config.init_from is None:
         return []
-    return [
-        f'the run begins with the model of init_from = "{plan.config.init_from}"; if that was trained on the same '
-        "records, only a privacy.ledger that both runs share covers both"
-    ]
+    if config.init_public:
+        return [f'init_public = true: ε does not cover the records that init_from = "{config.init_from}" learned from']
+    source = Path(config.init_from).expanduser()
+    if not (source / "config.toml").is_file():
+        why = "is no run's folder, so nothing tells what it was trained on"
+    else:
+        before = load_config(source / "config.toml").privacy
+        if before.mode != "private":
+            why = "is a run without privacy"
+        elif _place(before.ledger) is None or _place(before.ledger) != _place(config.privacy.ledger):
+            why = "does not share this run's privacy.ledger"
+        else:
+            return []
+    raise ConfigError(
+        f'init_from = "{config.init_from}" {why}; begin with a private run on the same privacy.ledger, or set '
+        "init_public = true if its model was trained on public data only"
+    )
+
+
+def _place(ledger: str | None) -> Path | None:
+    return None if ledger is None else Path(ledger).expanduser().resolve()
 
 
 def _cut(config: Config, shards: Sequence[int]) -> list[str]:

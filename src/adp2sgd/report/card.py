@@ -10,9 +10,14 @@ from typing import Any
 from adp2sgd.model_folder import SPEC
 from adp2sgd.run_folder import Folder, Run, read_result
 
+WITHOUT = "Not published: they are of held-out records, which ε does not cover (`adp2sgd export --with-metrics`)."
 
-def card(folder: str | Path, file: str) -> str:
-    """The card of the finished run in `folder`, in Markdown; `file` is the model's file beside it."""
+
+def card(folder: str | Path, file: str, *, with_metrics: bool = False) -> str:
+    """The card of the finished run in `folder`, in Markdown; `file` is the model's file beside it.
+
+    Metrics of a private run are of held-out records, which ε does not cover: they are in the card on request only.
+    """
     run, settings = read_result(folder), Folder.open(folder).settings
     facts = json.loads((Path(folder) / SPEC).read_text(encoding="utf-8"))
     told = [
@@ -25,7 +30,7 @@ def card(folder: str | Path, file: str) -> str:
         f"Training records were divided among {len(run.learners)} learners (`{settings.data.partition}`). "
         "They are not part of this model's files.",
         "## Metrics",
-        _metrics(run),
+        _metrics(run) if with_metrics or settings.privacy.mode != "private" else WITHOUT,
         "## Privacy",
         *privacy(run),
         "## Versions",
@@ -38,7 +43,7 @@ def privacy(run: Run) -> tuple[str, ...]:
     """The guarantee in words. A privacy statement may say more here."""
     if run.guarantee is None:
         return (f"**No privacy guarantee**: {run.guarantee_why}.",)
-    return (f"{run.guarantee}.", "Metrics are of held-out records, which ε does not cover.")
+    return (f"{run.guarantee}.", "ε does not cover held-out records.")
 
 
 def _task(facts: Mapping[str, Any]) -> str:
@@ -59,5 +64,5 @@ def _metrics(run: Run) -> str:
     rows += [f"| {name} | {'none' if value is None else f'{value:.4f}'} |" for name, value in run.metrics.items()]
     for site, figures in run.sites.items():
         told = ", ".join(f"{name} {v:.4f}" for name, v in figures.items() if isinstance(v, float))
-        rows.append(f"| at {site} | {told} ({figures['records']} records) |")
+        rows.append(f"| at {site} | {told} |")
     return "\n".join(rows)

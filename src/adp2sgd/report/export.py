@@ -18,9 +18,16 @@ CARD = "MODEL_CARD.md"
 
 
 def export_model(
-    run: str | Path, format_: str = "safetensors", out: str | Path | None = None, task: str | Task | None = None
+    run: str | Path,
+    format_: str = "safetensors",
+    out: str | Path | None = None,
+    task: str | Task | None = None,
+    *,
+    with_metrics: bool = False,
 ) -> list[Path]:
-    """Write the run's model to `out` (by default into the run's folder) and its card beside it; returns both paths."""
+    """Write the run's model to `out` (by default into the run's folder) and its card beside it; returns both paths.
+
+    `with_metrics`: the card of a private run tells its metrics of held-out records too."""
     if format_ not in FORMATS:
         raise ConfigError(f'--format "{format_}" is unknown; use one of: {", ".join(FORMATS)}')
     suffix, write = FORMATS[format_]
@@ -29,7 +36,7 @@ def export_model(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write(model, Path(run), target)
-        (target.parent / CARD).write_text(card(run, target.name), encoding="utf-8")
+        (target.parent / CARD).write_text(card(run, target.name, with_metrics=with_metrics), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {target} ({error.strerror}); choose another --out") from None
     return [target, target.parent / CARD]

@@ -80,6 +80,6 @@ def _implementation(known: PrivacyFacts) -> dict[str, Any]:
         "composition": f"{known.guarantee.composition}, accountant {known.guarantee.accountant}.",
         "post_processing": "Averaging of models among learners, and the optimizer.",
         "justification": f"{ASK}why are ε and δ acceptable?",
-        "utility": ", ".join(f"{name} {value:.4g}" for name, value in known.run.metrics.items() if value is not None),
+        "utility": f"{ASK}how good is the model, if you publish figures of held-out records, which ε does not cover?",
         "additional_information": f"Written for the schema {SCHEMA}.",
     }
