@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adp2sgd import tree
 from adp2sgd.errors import Adp2sgdWarning, ConfigError, PrivacyError
 from adp2sgd.flat import FlatModel
 from adp2sgd.gradient.agreement import PROBE_RECORDS, WithoutDropout, drift, objection
@@ -26,6 +27,8 @@ from adp2sgd.gradient.rules import UnsupportedError
 from adp2sgd.privacy.checks import refuse_batchnorm, without_dropout
 from adp2sgd.task import Loss
 from adp2sgd.tree import Inputs
+
+PROBED = 1 << 24  # numbers in the inputs of a probe, at most: a probe must not need more memory than a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,9 @@ class Automatic:
             rows = (synthetic(like, PROBE_RECORDS * self.copies) for like in (inputs, targets))
             kind: Any = partial(type(self.chosen), copies=self.copies)  # type: ignore[call-arg]
             probe = partial(drift, kind, self.model, self.loop.loss, *rows, copies=self.copies)
-            later = partial(probe, sizes=(7, 16, self.bookkeeping.most))
+            width = self.copies * max(part.shape[1:].numel() for part in tree.tensors(inputs))
+            largest = min(self.bookkeeping.most, max(16, PROBED // max(1, width)))
+            later = partial(probe, sizes=(7, 16, largest))
             self.range = WeightRange(self.model, later, at_first=probe(sizes=(7,)))
 
     def choose(self, inputs: Inputs, targets: Tensor) -> Clipper:
