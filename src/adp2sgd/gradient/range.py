@@ -15,50 +15,43 @@ from torch import Tensor
 from adp2sgd.flat import FlatModel
 
 GROWTH = 4.0
-"""A parameter's norm may grow or shrink by this factor before the weights are probed again."""
+"""A parameter's norm may grow by this factor before the weights are probed again."""
 FARTHEST = 1000.0
-"""A parameter whose norm is so many times that of the initial weights is never left to a fast clipper. One that is so
-many times smaller than ordinary counts as no smaller: its last steps to zero change nothing."""
+"""A parameter whose norm is so many times that of the initial weights is never left to a fast clipper."""
 LEAST = 1e-5
 """Of the clip norm: a share that moves by less with the size of its batch is harmless."""
 WORSE = 10.0
-"""So many times as far as at the initial weights may rounding move a share, if it moves there by at most `LEAST`."""
+"""So many times as far as at the initial weights may rounding move a share."""
 
 
 class WeightRange:
-    """A box around the norms that the parameters had when `drift` was last found small enough: each may be `GROWTH`
-    times larger or smaller. No norm may be more than `FARTHEST` times what it was at first.
+    """Limits on the norm of each parameter: `GROWTH` times what it was at weights where `drift` was small enough, and
+    at most `FARTHEST` times what it was at first.
 
     `drift`: how far rounding moves a record's clipped share with the size of its batch, as a part of the clip norm, at
     the present weights and for synthetic records. `at_first`: the same at the initial weights, which are the present
-    ones now. If it is larger than `LEAST`, or unknown (infinite), the initial weights have no box: each call probes
-    until it finds harmless weights.
+    ones now.
     """
 
     def __init__(self, model: FlatModel, drift: Callable[[], float], at_first: float) -> None:
         self._parameters = list(model.named_views(model.weights).values())
-        ordinary = _ordinary(model)
-        self._floor = ordinary / FARTHEST
-        norms = self._norms()
-        self._farthest = FARTHEST * torch.maximum(norms, ordinary)
-        harmless = at_first <= LEAST
-        self._drift, self._tolerated = drift, max(LEAST, WORSE * at_first) if harmless else LEAST
-        self._probed = norms if harmless else torch.full_like(norms, torch.nan)  # nothing lies near NaN
+        self._drift, self._tolerated = drift, max(LEAST, WORSE * at_first)
+        self._first = torch.maximum(self._norms(), _ordinary(model))
+        self._limits = GROWTH * self._first
 
     def holds(self) -> bool:
-        """Whether the present weights may be left to a fast clipper. Outside the box they are probed. Where the probe
-        finds them harmless, the box moves to them."""
+        """Whether the present weights lie within the limits. Where a probe finds other weights harmless, the limits
+        move to include them."""
         norms = self._norms()
-        if bool(((norms <= GROWTH * self._probed) & (self._probed <= GROWTH * norms)).all()):
+        if bool((norms <= self._limits).all()):
             return True
-        if not bool((norms <= self._farthest).all()) or not self._drift() <= self._tolerated:
+        if not bool((norms <= FARTHEST * self._first).all()) or not self._drift() <= self._tolerated:
             return False
-        self._probed = norms
+        self._limits = torch.maximum(self._limits, GROWTH * norms)
         return True
 
     def _norms(self) -> Tensor:
-        norms = torch.stack(torch._foreach_norm(self._parameters))
-        return torch.maximum(norms, self._floor)  # NaN stays
+        return torch.stack(torch._foreach_norm(self._parameters))
 
 
 def _ordinary(model: FlatModel) -> Tensor:
